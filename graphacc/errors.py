@@ -1,0 +1,32 @@
+"""The errors that GraphAcc raises for its users.
+
+Every message says what happened, where, the values, the rule and the remedy. Our own invariants use ``assert``.
+"""
+
+
+class GraphAccError(Exception):
+    """Base of every error that GraphAcc raises on purpose."""
+
+
+class CaptureError(GraphAccError):
+    """The model or the optimizer cannot be captured; the message names the user's source line."""
+
+
+class GraphError(GraphAccError):
+    """A StepGraph breaks one of its invariants; the message names the node, and the pass when there is one."""
+
+
+class LoweringError(GraphAccError):
+    """An operator has no lowering rule, or a rule gave another shape or dtype than the graph says."""
+
+
+class StrategyError(GraphAccError, ValueError):
+    """A strategy is inconsistent, or does not fit the model, the batch or the devices."""
+
+
+class CheckpointError(GraphAccError):
+    """A checkpoint is missing, truncated, damaged or of another model."""
+
+
+class LoopError(GraphAccError):
+    """The training loop asks for something that a compiled step cannot give; the message says what to set."""

@@ -1,0 +1,219 @@
+"""StepGraph: one training step, or a part of it, as a functional torch.fx graph of ATen operators with a signature.
+
+The graph has one placeholder per `Input` and one flat output tuple with one node per `Output`, in the same order. It
+is functional: no operator mutates an argument, so a new parameter is an output that replaces an input of the same
+kind and target. Before any partitioning every shape is global. A pass that makes the graph manual along a mesh axis
+turns the shapes inside into local ones and records the layout of every input and output in its `shards`.
+
+Every node carries these entries in ``node.meta``:
+
+- ``val``: the fake value (a fake tensor, or a tuple or list of them), with the shape and dtype in this graph;
+- ``phase``: the `Phase` that it belongs to;
+- ``module_path``: the dotted path of the submodule that it came from ("" where there is none);
+- ``stack_trace``: the user's source lines, as torch recorded them ("" where there are none).
+"""
+
+import dataclasses
+import enum
+import operator
+from collections.abc import Iterable
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+
+
+class Phase(enum.Enum):
+    """The part of the step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Kind(enum.Enum):
+    """What an input or an output of a StepGraph is."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    STATE = "state"  # one tensor of the optimizer's state of one parameter; target "<parameter>/<name>"
+    GRAD = "grad"  # a gradient; target is the parameter's name
+    BATCH = "batch"  # a tensor of the user's batch; target is its path in the call
+    HYPER = "hyper"  # a number of a parameter group, float64, 0-d; target "<group index>/<name>"
+    KEY = "key"  # the random key of this step: int64[2] holding two 32-bit words (seed, counter)
+    LOSS = "loss"  # output only: the loss, 0-d
+    USER = "user"  # output only: a tensor that the user's loop still holds; target is its index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One dim of a tensor is split into equal contiguous blocks along one mesh axis."""
+
+    axis: str  # name of the mesh axis
+    size: int  # number of ranks on that axis
+    dim: int  # dim of the tensor, non-negative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Input:
+    """One placeholder of a StepGraph."""
+
+    name: str  # name of the placeholder node
+    kind: Kind
+    target: str  # the parameter's first name, the batch leaf's path, ...: see Kind
+    shape: tuple[int, ...]  # global shape, without padding
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer
+    trainable: bool = False  # parameters only: it receives a gradient
+    shards: tuple[Shard, ...] = ()  # major to minor where two axes split the same dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """One element of the flat output of a StepGraph."""
+
+    kind: Kind
+    target: str
+    shape: tuple[int, ...]  # global shape, without padding
+    dtype: torch.dtype
+    shards: tuple[Shard, ...] = ()
+
+
+def local_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...]:
+    """The shape of one device's part of a tensor of global `shape`; dims that do not divide are padded up.
+
+    Examples:
+        >>> local_shape((10, 4), [Shard(axis="fsdp", size=8, dim=0)])
+        (2, 4)
+    """
+    local = list(shape)
+    for shard in shards:
+        local[shard.dim] = -(-local[shard.dim] // shard.size)
+    return tuple(local)
+
+
+def padded_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...]:
+    """The global shape as it is stored: every sharded dim padded up so that all its blocks are equal."""
+    shards = tuple(shards)
+    padded = list(local_shape(shape, shards))
+    for shard in shards:
+        padded[shard.dim] *= shard.size
+    return tuple(padded)
+
+
+@dataclasses.dataclass
+class StepGraph:
+    """A functional graph of a training step (or a part of it) and its signature."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[torch.fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> tuple[torch.fx.Node, ...]:
+        """The nodes that the graph returns, one per output."""
+        return tuple(self.graph.output_node().args[0])
+
+    def input_indices(self, *kinds: Kind) -> list[int]:
+        return [i for i, item in enumerate(self.inputs) if item.kind in kinds]
+
+    def output_indices(self, *kinds: Kind) -> list[int]:
+        return [i for i, item in enumerate(self.outputs) if item.kind in kinds]
+
+    def donations(self) -> dict[int, int]:
+        """Output index -> index of the input that it replaces (same kind and target)."""
+        by_key = {(item.kind, item.target): i for i, item in enumerate(self.inputs)}
+        return {i: by_key[key] for i, out in enumerate(self.outputs) if (key := (out.kind, out.target)) in by_key}
+
+    def verify(self) -> None:
+        """Check every invariant of this class.
+
+        Raises:
+            GraphError: names the node or the signature entry, the values and the rule that it breaks.
+        """
+        self.graph.lint()
+        _verify_inputs(self)
+        _verify_outputs(self)
+        for node in self.graph.nodes:
+            _verify_node(node)
+
+
+def _verify_inputs(step: StepGraph) -> None:
+    placeholders = step.placeholders
+    if len(placeholders) != len(step.inputs):
+        raise GraphError(f"the graph has {len(placeholders)} placeholders but its signature lists {len(step.inputs)} inputs")
+    seen: dict[tuple[Kind, str], str] = {}
+    owners: dict[str, str] = {}
+    for node, item in zip(placeholders, step.inputs):
+        if node.name != item.name:
+            raise GraphError(f"placeholder {node.name!r} stands where the signature names {item.name!r}")
+        key = (item.kind, item.target)
+        if key in seen:
+            raise GraphError(
+                f"inputs {seen[key]!r} and {item.name!r} are both {item.kind.value} {item.target!r}: a tied tensor is one input with aliases"
+            )
+        seen[key] = item.name
+        if item.kind in (Kind.PARAM, Kind.BUFFER):
+            for alias in (item.target, *item.aliases):
+                if (owner := owners.setdefault(alias, item.name)) != item.name:
+                    raise GraphError(f"{alias!r} names both {owner!r} and {item.name!r}: every name belongs to one input")
+        _verify_layout(f"input {item.name!r}", node, item)
+
+
+def _verify_outputs(step: StepGraph) -> None:
+    result = step.graph.output_node().args[0]
+    if not isinstance(result, (tuple, list)) or not all(isinstance(node, torch.fx.Node) for node in result):
+        raise GraphError(f"the output must be a flat tuple of nodes, got {result!r}")
+    if len(result) != len(step.outputs):
+        raise GraphError(f"the graph returns {len(result)} values but its signature lists {len(step.outputs)} outputs")
+    by_key = {(item.kind, item.target): item for item in step.inputs}
+    seen = set()
+    for node, item in zip(result, step.outputs):
+        label = f"output {item.kind.value} {item.target!r}"
+        if (item.kind, item.target) in seen:
+            raise GraphError(f"{label} is listed twice")
+        seen.add((item.kind, item.target))
+        _verify_layout(label, node, item)
+        replaced = by_key.get((item.kind, item.target))
+        if replaced is not None and (replaced.shape, replaced.dtype, replaced.shards) != (item.shape, item.dtype, item.shards):
+            raise GraphError(
+                f"{label} replaces input {replaced.name!r} but differs: {item.shape} {item.dtype} {item.shards} "
+                f"against {replaced.shape} {replaced.dtype} {replaced.shards}"
+            )
+
+
+def _verify_layout(label: str, node: torch.fx.Node, item: Input | Output) -> None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise GraphError(f"{label}: node {node.name!r} has no fake tensor in meta['val'], got {value!r}")
+    expected = local_shape(item.shape, item.shards)
+    if tuple(value.shape) != expected or value.dtype != item.dtype:
+        raise GraphError(
+            f"{label}: node {node.name!r} is {value.dtype}{list(value.shape)}, the signature says {item.dtype}{list(expected)} "
+            f"(global {list(item.shape)}, shards {item.shards})"
+        )
+
+
+def _verify_node(node: torch.fx.Node) -> None:
+    if node.op == "output":
+        return
+    if node.op not in ("placeholder", "call_function"):
+        raise GraphError(f"node {node.name!r} is a {node.op}: a StepGraph holds placeholders, operator calls and one output")
+    if "val" not in node.meta:
+        raise GraphError(f"node {node.name!r} ({node.target}) has no meta['val']")
+    if not isinstance(node.meta.get("phase"), Phase):
+        raise GraphError(f"node {node.name!r} ({node.target}) has no phase: meta['phase'] is {node.meta.get('phase')!r}")
+    if node.op == "call_function" and node.target is not operator.getitem:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise GraphError(f"node {node.name!r} calls {node.target!r}: only operator overloads and operator.getitem are allowed")
+        if node.target._schema.is_mutable:
+            raise GraphError(f"node {node.name!r} calls {node.target}, which mutates its argument: a StepGraph is functional")
