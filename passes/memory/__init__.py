@@ -1,0 +1,1 @@
+"""Memory planning: operator order and static addresses. Knows nothing of torch or XLA."""
