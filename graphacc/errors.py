@@ -30,3 +30,7 @@ class CheckpointError(GraphAccError):
 
 class LoopError(GraphAccError):
     """The training loop asks for something that a compiled step cannot give; the message says what to set."""
+
+
+class NonFiniteLossError(GraphAccError):
+    """The loss of a step is NaN or infinite, and ``nan_loss="stop"`` was set."""

@@ -36,7 +36,7 @@ class Kind(enum.Enum):
     """What an input or an output of a StepGraph is."""
 
     PARAM = "param"
-    BUFFER = "buffer"
+    BUFFER = "buffer"  # a buffer of the model, or a tensor that the trace lifted (see StepGraph.constants)
     STATE = "state"  # one tensor of the optimizer's state of one parameter; target "<parameter>/<name>"
     GRAD = "grad"  # a gradient; target is the parameter's name
     BATCH = "batch"  # a tensor of the user's batch; target is its path in the call
@@ -109,6 +109,7 @@ class StepGraph:
     module: torch.fx.GraphModule
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
+    constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # target of a BUFFER input -> its fixed value
 
     @property
     def graph(self) -> torch.fx.Graph:

@@ -1,6 +1,7 @@
 """Private or unstable torch APIs, in one place. Tried with torch 2.9.1 and 2.13.0."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -22,3 +23,156 @@ def compiling():
         yield
     finally:
         compiler._is_compiling_flag = before
+
+
+# --- capture -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fake_mode():
+    """The mode whose tensors carry shape, dtype and strides but no data; real tensors may be mixed in as constants.
+
+    There is one for the process, since fake tensors of two modes must not meet, and graphs are stitched together.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_functional(function, args, table):
+    """Trace ``function(*args)`` on fake tensors into a GraphModule of functional operators.
+
+    Mutations and views are removed (AOTAutograd's functional tensors), autograd runs inside the trace, and `table`
+    (operator -> decomposition) is applied to forward and backward alike.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    functional = dispatch_functionalize(function, FunctionalTensorMode())
+    with preserve_node_meta(), enable_python_dispatcher():
+        return make_fx(functional, decomposition_table=table, tracing_mode="real")(*args)
+
+
+def annotate_nodes(values):
+    """Until the next call, nodes traced under `trace_functional` get `values` as their ``meta["custom"]``."""
+    torch.fx.traceback.current_meta["custom"] = values
+
+
+@contextlib.contextmanager
+def patched(owner, **replacements):
+    """Set attributes of a module or a class for the time of the block; names that it lacks are removed again."""
+    missing = object()
+    before = {name: vars(owner).get(name, missing) for name in replacements}
+    try:
+        for name, value in replacements.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is missing else setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def decided_branches(*, packed_sequences: bool):
+    """Answer, while tracing, the questions that torch's and transformers' own code asks of tensor values.
+
+    - nn.Transformer: "is this mask causal?" is not looked up in the mask, which is applied as it is.
+    - transformers: "are several sequences packed in a row?" is answered 'no' unless `packed_sequences`.
+    - torch.utils.checkpoint runs the function once, without recomputation: what is recomputed is a pass's choice.
+    - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off.
+    """
+    import sys
+
+    import torch.nn.modules.transformer as transformer
+    import torch.utils.checkpoint as checkpoint
+
+    masking = sys.modules.get("transformers.masking_utils")
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(patched(transformer, _detect_is_causal_mask=_hinted_causal))
+        stack.enter_context(patched(checkpoint, CheckpointFunction=_RunOnce, _checkpoint_without_reentrant_generator=_run_once))
+        if masking is not None and not packed_sequences:
+            stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
+        yield
+
+
+def _hinted_causal(mask, is_causal=None, size=None) -> bool:
+    return is_causal is True
+
+
+class _RunOnce:
+    """Stands for torch.utils.checkpoint.CheckpointFunction: calls the function."""
+
+    @staticmethod
+    def apply(function, preserve_rng_state, *args):
+        return function(*args)
+
+
+def _run_once(*args, **kwargs):
+    """Stands for the generator around a checkpointed call: nothing before it, nothing after."""
+    yield
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What torch raises when code under fake tensors asks for a tensor's values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (DataDependentOutputException, GuardOnDataDependentSymNode)
+
+
+def dynamic_shape_errors() -> tuple[type[Exception], ...]:
+    """What torch raises when an operator's output shape depends on a tensor's values."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    return (DynamicOutputShapeException,)
+
+
+def foreach_operators() -> list[str]:
+    """Names of ATen's functional operators on lists of tensors, such as ``_foreach_add``."""
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return sorted(name for name in names if name.startswith("_foreach_") and not name.endswith("_"))
+
+
+# --- lowering ----------------------------------------------------------------------------------------------------------
+
+
+def decomposition(overload):
+    """Torch's own decomposition of an operator overload into simpler ones, or None."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(overload)
+
+
+# --- passes and the reference executor ---------------------------------------------------------------------------------
+
+
+def register_group(name: str, group) -> None:
+    """Let functional collectives find process group `group` under `name` (a mesh axis)."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def unregister_group(name: str) -> None:
+    torch._C._distributed_c10d._unregister_process_group(name)
+
+
+def defining_module(overload) -> str | None:
+    """The Python module that registered a ``torch.library.custom_op``; None for operators that come with torch."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(overload._schema.name)
+    return None if definition is None else definition._init_fn.__module__
+
+
+# --- loop --------------------------------------------------------------------------------------------------------------
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """No dispatch mode (such as a fake tensor mode) is active inside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

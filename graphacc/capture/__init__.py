@@ -1,0 +1,18 @@
+"""Capture: nn.Module and optimizer in, StepGraph out."""
+
+from graphacc.capture.model import Batch, ForwardFn, capture_forward, capture_joint
+from graphacc.capture.optimizer import hyperparameters, init_optimizer_state
+from graphacc.capture.stitch import stitch
+from graphacc.capture.update import Transform, capture_update
+
+__all__ = [
+    "Batch",
+    "ForwardFn",
+    "Transform",
+    "capture_forward",
+    "capture_joint",
+    "capture_update",
+    "hyperparameters",
+    "init_optimizer_state",
+    "stitch",
+]

@@ -1,0 +1,10 @@
+"""StepGraph -> JAX: one rule per ATen operator, and the function that runs them.
+
+``lower(step)`` gives a function over jax arrays; ``register`` adds the rule of an operator of your own.
+"""
+
+from graphacc.lowering import rules  # noqa: F401  (registers the rules)
+from graphacc.lowering.interpret import Missing, check, lower, missing
+from graphacc.lowering.registry import Context, register
+
+__all__ = ["Context", "Missing", "check", "lower", "missing", "register"]

@@ -51,6 +51,10 @@ class Strategy:
     def num_devices(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
 
+    def replace(self, **changes) -> "Strategy":
+        """The same strategy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """Read ``"dp=2,fsdp=4,zero=3"``, the form of the command line.

@@ -1,0 +1,53 @@
+// The C ABI of libgraphacc_cpu: host memory only, callable from any thread, from Python through ctypes.
+//
+// Functions that can fail return 0 or -1; after -1, gacc_last_error() of the same thread says why.
+// Change GACC_ABI_VERSION, here and in graphacc/kernels/library.py, whenever a signature or a struct changes.
+#pragma once
+
+#include <stdint.h>
+
+#define GACC_ABI_VERSION 1
+#define GACC_API extern "C" __attribute__((visibility("default")))
+
+enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2 };
+
+// The hyperparameters of one parameter group, as torch.optim.AdamW names them.
+struct gacc_adam_group {
+  double lr, beta1, beta2, eps, weight_decay;
+  int32_t decoupled;  // 1: AdamW's decay of the parameter; 0: Adam's L2 term in the gradient
+  int32_t maximize;
+};
+
+// One dense parameter with its state. All arrays hold `numel` elements and must not overlap.
+struct gacc_adam_tensor {
+  float* param;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // null without amsgrad
+  const void* grad;
+  void* copy;             // receives the new values as `copy_dtype`; null for none
+  int64_t numel;
+  int64_t step;           // of this update, counted from 1
+  int32_t group;          // index into the groups
+  int32_t grad_dtype;     // GACC_F32 or GACC_BF16
+  int32_t copy_dtype;     // GACC_NONE, GACC_F32 or GACC_BF16
+};
+
+GACC_API int32_t gacc_abi_version(void);
+GACC_API const char* gacc_last_error(void);
+
+// The instruction sets that this build has kernels for, slowest first: [0, gacc_isa_count()).
+GACC_API int32_t gacc_isa_count(void);
+GACC_API const char* gacc_isa_name(int32_t isa);
+GACC_API int32_t gacc_isa_available(int32_t isa);  // 1 if this CPU runs it
+
+// Updates all tensors once, in parallel. Nothing is written if an argument is refused.
+GACC_API int32_t gacc_adam_step(const gacc_adam_tensor* tensors, int64_t num_tensors, const gacc_adam_group* groups,
+                                int64_t num_groups, int32_t isa, int32_t num_threads);
+
+// For benchmarks: reads and writes what an fp32 Adam step does, with one addition per written value.
+GACC_API int32_t gacc_traffic_probe(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, int64_t numel,
+                                    int32_t isa, int32_t num_threads);
+
+// Asks for huge pages for the whole pages inside [data, data + size_bytes); to be called before they are first touched.
+GACC_API int32_t gacc_advise_huge_pages(void* data, int64_t size_bytes);

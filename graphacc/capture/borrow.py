@@ -1,0 +1,97 @@
+"""Running a module's code on other tensors, and giving the module back exactly as it was."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A distinct parameter or buffer, the first name that it has in the model, and its other names."""
+
+    name: str
+    tensor: Tensor
+    aliases: tuple[str, ...]
+
+
+def distinct_parameters(model: nn.Module) -> list[Named]:
+    """Every parameter once, in the order of ``model.named_parameters()``."""
+    return _distinct(model.named_parameters(remove_duplicate=False))
+
+
+def distinct_buffers(model: nn.Module) -> list[Named]:
+    """Every buffer once, in the order of ``model.named_buffers()``."""
+    return _distinct(model.named_buffers(remove_duplicate=False))
+
+
+def _distinct(pairs: Iterator[tuple[str, Tensor]]) -> list[Named]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in pairs:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [Named(all_names[0], tensors[key], tuple(all_names[1:])) for key, all_names in names.items()]
+
+
+@contextlib.contextmanager
+def borrowed(model: nn.Module):
+    """Restore every attribute of every submodule at the end of the block, also after an exception.
+
+    Tensors are put back by reference: nothing is copied, so the block must not write into the model's own tensors.
+    """
+    saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, tables in saved:
+            _restore(vars(module), attributes)
+            for table, content in tables.items():
+                _refill(vars(module)[table], content)
+
+
+def _restore(current: dict, before: dict) -> None:
+    for name in [name for name in current if name not in before]:
+        del current[name]
+    current.update(before)
+
+
+def _refill(table: dict | set, content: dict | set) -> None:
+    table.clear()
+    table.update(content)
+
+
+@contextlib.contextmanager
+def watched_attributes(model: nn.Module, replaced: dict[int, str]):
+    """Note plain attributes that the block changes, which no captured step can do.
+
+    Tensors that it replaces are added to `replaced` as id -> dotted name: one that the block also reads is state of the
+    model. A number that it changes keeps its present value in every step, which a warning says.
+    """
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    yield
+    for path, module in model.named_modules():
+        after = vars(module)
+        for name, value in before.get(path, {}).items():
+            label = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor) and after.get(name) is not value:
+                replaced[id(value)] = label
+            elif type(value) in (int, float) and after.get(name) != value:
+                warnings.warn(
+                    f"the forward changes attribute {label!r} from {value!r} to {after.get(name)!r}; a captured step computes with "
+                    f"{value!r} always. What must change from step to step belongs in a buffer (register_buffer).",
+                    stacklevel=2,
+                )
+
+
+def substitute(model: nn.Module, replacements: dict[int, Tensor]) -> None:
+    """Put ``replacements[id(tensor)]`` in the place of every parameter and buffer that it names, under all its names."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) in replacements:
+                    table[name] = replacements[id(tensor)]

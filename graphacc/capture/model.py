@@ -1,0 +1,250 @@
+"""A model's forward and backward as a StepGraph.
+
+The model's own code runs once, on fake tensors that stand for every distinct parameter and buffer, and autograd runs inside the
+trace. A tied weight is therefore one input with one summed gradient, a buffer is an output whether it was written
+in place or re-assigned, and a custom autograd.Function keeps its backward.
+
+With ``precision="bf16"`` parameters and floating batch tensors are cast to bf16 inside the graph, so gradients come out in the
+parameters' own dtype through the casts. Matrix products run in bf16 also where an fp32 buffer has widened their input
+(autocast), losses are computed in fp32, and buffers are never cast: running statistics and position tables stay exact.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches
+from graphacc.capture.attention import whole_attention
+from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute, watched_attributes
+from graphacc.capture.source import SourceMode
+from graphacc.capture.tracing import KEY, Results, Slot, trace
+from graphacc.errors import CaptureError
+from graphacc.graph import Kind, Phase, StepGraph
+
+ForwardFn = Callable[[nn.Module, list[Tensor]], tuple[Tensor | None, list[Tensor]]]
+"""(model, batch leaves) -> (loss, further outputs of the user)."""
+
+Forward = Callable[[], tuple[Tensor | None, list[Tensor]]]
+"""A ForwardFn with its arguments."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tensors of one call, flattened."""
+
+    leaves: tuple[Tensor, ...]  # examples: only shape, dtype and strides are read
+    paths: tuple[str, ...]  # a stable name for each, such as "args[0]" or "kwargs['input_ids']"
+
+
+def capture_joint(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32") -> StepGraph:
+    """Capture loss and gradients.
+
+    Args:
+        model: left exactly as it is; its parameters may be on any device, also meta.
+        fn: calls the model on the leaves of a batch.
+        precision: "fp32" (the parameters' own dtypes) or "bf16".
+
+    Returns:
+        A graph with inputs PARAM, BUFFER, BATCH and KEY, and outputs LOSS, USER (one per further output), BUFFER (those
+        that change) and GRAD (parameters that receive one; only these are `trainable`).
+
+    Raises:
+        CaptureError: the model cannot be captured, or gives no scalar loss that depends on a parameter.
+    """
+    return _capture(model, fn, batch, precision, _with_gradients)
+
+
+def capture_forward(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32") -> StepGraph:
+    """Capture the outputs without gradients, in the mode (training or evaluation) that the model is in.
+
+    Returns:
+        A graph with inputs PARAM, BUFFER, BATCH and KEY, and outputs LOSS (where `fn` gives one), USER and BUFFER.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    return _capture(model, fn, batch, precision, _without_gradients)
+
+
+def _capture(
+    model: nn.Module, fn: ForwardFn, batch: Batch, precision: str, program: Callable[[dict[str, Tensor], Forward], Results]
+) -> StepGraph:
+    if precision not in ("fp32", "bf16"):
+        raise CaptureError(f"precision={precision!r} is unknown: use 'fp32' or 'bf16'")
+    parameters, buffers = distinct_parameters(model), distinct_buffers(model)
+    slots = [Slot.like(Kind.PARAM, item.name, item.tensor, item.aliases) for item in parameters]
+    slots += [Slot.like(Kind.BUFFER, item.name, item.tensor, item.aliases) for item in buffers]
+    slots += [Slot.like(Kind.BATCH, path, leaf) for path, leaf in zip(batch.paths, batch.leaves, strict=True)]
+    modules = {id(module): path for path, module in model.named_modules()}
+    replaced: dict[int, str] = {}
+
+    def run(tensors: list[Tensor]) -> Results:
+        ends = len(parameters), len(parameters) + len(buffers)
+        trained = [_leaf(item, tensor) for item, tensor in zip(parameters, tensors)]
+        held, leaves = tensors[ends[0] : ends[1]], tensors[ends[1] : -1]
+        computed, leaves = (_to_bf16(trained), _to_bf16(leaves)) if precision == "bf16" else (trained, leaves)
+        stand_ins = dict(zip((id(item.tensor) for item in [*parameters, *buffers]), [*computed, *held]))
+        substitute(model, stand_ins)
+
+        def forward() -> tuple[Tensor | None, list[Tensor]]:
+            with _computing_in(precision), watched_attributes(model, replaced):
+                return fn(model, leaves)
+
+        results = program(dict(zip((item.name for item in parameters), trained)), forward)
+        _check_unchanged(model, parameters, stand_ins)
+        return results + [(Kind.BUFFER, item.name, _current(model, item.name).detach()) for item in buffers]
+
+    with borrowed(model), contextlib.ExitStack() as stack:
+        stack.enter_context(compiling())
+        stack.enter_context(decided_branches(packed_sequences=any("position_ids" in path for path in batch.paths)))
+        stack.enter_context(whole_attention())
+        step = trace(
+            [*slots, KEY],
+            run,
+            source=SourceMode(modules, Phase.FORWARD),
+            what=f"the model {type(model).__name__}",
+            constants="<const>",
+            replaced=replaced,
+        )
+    return _with_trainable(step)
+
+
+def _leaf(item: Named, tensor: Tensor) -> Tensor:
+    """A leaf for a parameter, with the hooks that the user registered on it."""
+    if item.tensor._post_accumulate_grad_hooks:
+        raise CaptureError(
+            f"parameter {item.name!r} has a hook that runs when its gradient is accumulated (register_post_accumulate_grad_hook), which a "
+            "captured step does not do: change gradients between backward() and step(), or with Tensor.register_hook"
+        )
+    leaf = tensor.detach().requires_grad_(item.tensor.requires_grad)
+    for hook in (item.tensor._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    return leaf
+
+
+def _without_gradients(parameters: dict[str, Tensor], forward: Forward) -> Results:
+    with torch.no_grad():
+        loss, outputs = forward()
+    return _loss_result(loss) + _user_results(outputs)
+
+
+def _with_gradients(parameters: dict[str, Tensor], forward: Forward) -> Results:
+    with torch.enable_grad():
+        loss, outputs = forward()
+        _check_loss(loss)
+        _note_backward(loss)
+        wanted = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    annotate_nodes({"phase": Phase.FORWARD, "module_path": "", "stack_trace": ""})
+    results = _loss_result(loss) + _user_results(outputs)
+    return results + [(Kind.GRAD, name, grad) for name, grad in zip(wanted, gradients) if grad is not None]
+
+
+def _loss_result(loss: Tensor | None) -> Results:
+    return [] if loss is None else [(Kind.LOSS, "loss", _widened(loss.detach()).reshape(()))]
+
+
+def _user_results(outputs: Sequence[Tensor]) -> Results:
+    return [(Kind.USER, str(i), tensor.detach()) for i, tensor in enumerate(outputs)]
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the loss is {loss!r}, not a tensor: a training step needs a scalar tensor to differentiate; "
+            "pass the labels to the model, or return a loss"
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss has shape {list(loss.shape)}, but only a scalar can be differentiated: reduce it with .mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: check requires_grad of the parameters, and that the "
+            "forward neither runs under torch.no_grad() nor detaches its result"
+        )
+
+
+def _note_backward(loss: Tensor) -> None:
+    """Let every backward node say which forward operator it belongs to, as ``meta["custom"]["sequence"]``."""
+    annotate_nodes({"phase": Phase.BACKWARD})
+    seen, stack = set(), [loss.grad_fn]
+    while stack:
+        function = stack.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        function.register_prehook(_noting(function._sequence_nr()))
+        stack.extend(following for following, _ in function.next_functions)
+
+
+def _noting(sequence: int) -> Callable[[object], None]:
+    return lambda _grads: annotate_nodes({"phase": Phase.BACKWARD, "sequence": sequence})
+
+
+def _current(model: nn.Module, name: str) -> Tensor:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path)._buffers[attribute]
+
+
+def _check_unchanged(model: nn.Module, parameters: Sequence[Named], stand_ins: dict[int, Tensor]) -> None:
+    for item in parameters:
+        path, _, attribute = item.name.rpartition(".")
+        stand_in = stand_ins[id(item.tensor)]
+        if model.get_submodule(path)._parameters.get(attribute) is not stand_in or stand_in._version:
+            raise CaptureError(
+                f"the forward writes into parameter {item.name!r}: in a captured step only the optimizer changes parameters; "
+                "keep what the forward updates in a buffer (register_buffer)"
+            )
+
+
+def _with_trainable(step: StepGraph) -> StepGraph:
+    trained = {out.target for out in step.outputs if out.kind is Kind.GRAD}
+    step.inputs = tuple(
+        dataclasses.replace(item, trainable=item.target in trained) if item.kind is Kind.PARAM else item for item in step.inputs
+    )
+    return step
+
+
+def _to_bf16(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(torch.bfloat16) if tensor.dtype in (torch.float32, torch.float64) else tensor for tensor in tensors]
+
+
+_LOSSES = frozenset(
+    getattr(F, name)
+    for name in (
+        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
+        "gaussian_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "ctc_loss",
+        "margin_ranking_loss", "hinge_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss",
+        "triplet_margin_loss",
+    )
+)  # fmt: skip
+
+
+class _LossesInFp32(TorchFunctionMode):
+    """Losses of torch.nn.functional widen their tensors first."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            args = tuple(_widened(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            kwargs = {name: _widened(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _computing_in(precision: str):
+    if precision == "fp32":
+        yield
+        return
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), _LossesInFp32():
+        yield

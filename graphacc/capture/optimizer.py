@@ -1,0 +1,278 @@
+"""What a torch optimizer is made of, for capture: its members, its hyperparameters, its step and its initial state.
+
+Nothing here changes the optimizer: a stand-in of the same class, with parameter groups, parameters and state of our own, runs its
+code. An optimizer that cannot be traced itself may define ``functional_equivalent()``, which returns an
+optimizer class that does the same to the same parameter groups and state (CPUAdam names torch.optim.Adam).
+"""
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphacc._compat.torch_ import fake_mode
+from graphacc.capture.borrow import distinct_parameters
+from graphacc.capture.diagnose import explained
+from graphacc.errors import CaptureError
+
+_PLAIN_PATH = {"foreach": False, "fused": False, "differentiable": False, "capturable": False}
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A parameter that the optimizer updates."""
+
+    name: str  # first name in the model
+    parameter: Tensor
+    group: int  # index of its parameter group
+
+
+def members(model: nn.Module, optimizer: Optimizer, grads: Iterable[str]) -> list[Member]:
+    """The optimizer's parameters that have a gradient, in its own order.
+
+    Raises:
+        CaptureError: the optimizer holds a parameter that is none of the model's.
+    """
+    names = {id(item.tensor): item.name for item in distinct_parameters(model)}
+    wanted = set(grads)
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                raise CaptureError(
+                    f"parameter {position} of group {index} of {type(optimizer).__name__}, of shape {list(parameter.shape)}, is no parameter "
+                    f"of {type(model).__name__}: build the optimizer from model.parameters(), or make the module that owns it a submodule"
+                )
+            if name in wanted:
+                found.append(Member(name, parameter, index))
+    return found
+
+
+def hyperparameters(optimizer: Optimizer, dynamic: Iterable[str] = ()) -> dict[str, float]:
+    """The numbers that an update graph takes as HYPER inputs, with their values right now.
+
+    Args:
+        dynamic: further ones besides every group's learning rate, as ``"<group>/<name>"``, or
+            ``"<group>/<name>.<index>"`` for an element of a tuple: ``"0/weight_decay"``, ``"0/betas.0"``.
+
+    Raises:
+        CaptureError: `dynamic` names no number of the optimizer.
+    """
+    names = {f"{index}/lr": None for index, group in enumerate(optimizer.param_groups) if "lr" in group}
+    return {name: _number(optimizer, name) for name in [*names, *sorted(set(dynamic) - set(names))]}
+
+
+def _number(optimizer: Optimizer, name: str) -> float:
+    index, _, path = name.partition("/")
+    key, _, position = path.partition(".")
+    try:
+        value = optimizer.param_groups[int(index)][key]
+        return float(value[int(position)] if position else value)
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise CaptureError(
+            f"{name!r} is no number of a parameter group of {type(optimizer).__name__}: write '<group>/<name>' or '<group>/<name>.<index>'"
+        ) from error
+
+
+def with_numbers(group: dict, index: int, numbers: dict[str, object]) -> dict:
+    """A copy of a parameter group in which `numbers` (as in `hyperparameters`) take the place of its own."""
+    result = dict(group)
+    for name, value in numbers.items():
+        group_index, _, path = name.partition("/")
+        key, _, position = path.partition(".")
+        if int(group_index) != index:
+            continue
+        if position:
+            items = list(result[key])
+            items[int(position)] = value
+            result[key] = tuple(items)
+        else:
+            result[key] = value
+    return result
+
+
+def traceable_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The class whose ``step`` is traced in the place of the optimizer's.
+
+    Raises:
+        CaptureError: a step of that kind cannot be part of a captured step.
+    """
+    found = type(optimizer)
+    if equivalent := getattr(optimizer, "functional_equivalent", None):
+        found = equivalent()
+    if issubclass(found, torch.optim.SparseAdam):
+        raise CaptureError("SparseAdam works on sparse gradients, which a captured step does not have: use torch.optim.Adam, or Adagrad")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            f"{found.__name__}.step() needs a closure that evaluates the model again, several times per step, which a captured step does "
+            "not do: use an optimizer whose step() takes no closure, such as torch.optim.AdamW"
+        )
+    return found
+
+
+def stand_in(optimizer: Optimizer, groups: list[dict], state: dict[Tensor, dict]) -> Optimizer:
+    """An optimizer of the traceable class with other groups and state; hooks and patched methods are left behind."""
+    double = object.__new__(traceable_class(optimizer))
+    vars(double).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")})
+    vars(double).update({name: collections.OrderedDict() for name in _HOOKS})
+    double.param_groups = groups
+    double.state = collections.defaultdict(dict, state)
+    return double
+
+
+def plain(group: dict, *, capturable: bool = False) -> dict:
+    """A copy of a group that takes the single-tensor path; the mathematics of the fused and foreach paths is the same."""
+    flags = _PLAIN_PATH | {"capturable": capturable}
+    return {**group, **{name: value for name, value in flags.items() if name in group}}
+
+
+def run_step(double: Optimizer) -> None:
+    """The class's own ``step``, without the profiler's wrapper and its hooks."""
+    step = type(double).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    with torch.no_grad():
+        step(double)
+
+
+def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """The state that the optimizer's first step would start from: what exists already, else what it would create.
+
+    Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum buffer with
+    dampening) starts as NaN, which an update graph takes for "not yet there".
+
+    Args:
+        grads: names of the parameters that have a gradient.
+
+    Returns:
+        Parameter name -> key -> tensor; what existed is returned by reference.
+
+    Raises:
+        CaptureError: the state holds what is neither a tensor nor a number, or the optimizer is not supported.
+    """
+    found = members(model, optimizer, grads)
+    absent = [member for member in found if not optimizer.state.get(member.parameter)]
+    lazy = lazy_keys(optimizer, absent)
+    state = {}
+    for member in found:
+        if member not in absent:
+            state[member.name] = _tensors(optimizer, optimizer.state[member.parameter])
+            continue
+        created = _created_state(optimizer, member.group, member.parameter)
+        state[member.name] = created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
+    return state
+
+
+def state_layout(optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
+    """Tensors with the shapes and dtypes of `init_optimizer_state`, without data where the optimizer allows."""
+    if optimizer.state.get(member.parameter):
+        return _tensors(optimizer, optimizer.state[member.parameter])
+    if _prepares_group(traceable_class(optimizer)):
+        with fake_mode():
+            return _created_state(optimizer, member.group, torch.empty_like(member.parameter, device="cpu"))
+    return _created_state(optimizer, member.group, member.parameter)
+
+
+def lazy_keys(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, list[str]]:
+    """Parameter name -> keys of state that a first step makes out of the gradient, where zeros cannot stand for them.
+
+    Decided on a toy parameter for each group and number of dims; names without such keys are left out.
+    """
+    if _prepares_group(traceable_class(optimizer)):
+        return {}
+    decided: dict[tuple[int, int], list[str]] = {}
+    for member in found:
+        kind = member.group, member.parameter.dim()
+        if kind not in decided:
+            with explained(f"the optimizer {type(optimizer).__name__}"):
+                decided[kind] = _lazy_keys_of_toy(optimizer, *kind)
+    return {m.name: keys for m in found if (keys := decided[m.group, m.parameter.dim()])}
+
+
+def _lazy_keys_of_toy(optimizer: Optimizer, index: int, num_dims: int) -> list[str]:
+    toy = torch.ones([2] * num_dims)
+    grad = torch.arange(1.0, toy.numel() + 1).reshape(toy.shape)
+    fresh, made = _eager_step(optimizer, index, toy, grad, {})
+    _, zeros = _eager_step(optimizer, index, toy, torch.zeros_like(toy), {})
+    keys = [key for key, value in made.items() if isinstance(value, Tensor) and not torch.equal(value, zeros[key])]
+    if not keys:
+        return []
+    from_zeros, _ = _eager_step(optimizer, index, toy, grad, zeros)
+    return [] if torch.equal(fresh, from_zeros) else keys
+
+
+def _created_state(optimizer: Optimizer, index: int, parameter: Tensor) -> dict[str, Tensor]:
+    if _prepares_group(traceable_class(optimizer)):
+        state = _prepared(optimizer, index, parameter.detach())
+    else:
+        with explained(f"the optimizer {type(optimizer).__name__}"):
+            _, state = _eager_step(optimizer, index, parameter.detach(), torch.zeros_like(parameter), {})
+    return _tensors(optimizer, state)
+
+
+def _prepares_group(optimizer_class: type[Optimizer]) -> bool:
+    """Whether the class creates all state in ``_init_group``, as torch's own do but SGD."""
+    return hasattr(optimizer_class, "_init_group") and not issubclass(optimizer_class, torch.optim.SGD)
+
+
+def _prepared(optimizer: Optimizer, index: int, parameter: Tensor) -> dict:
+    parameter.grad = torch.zeros_like(parameter)
+    group = plain(optimizer.param_groups[index]) | {"params": [parameter]}
+    double = stand_in(optimizer, [group], {})
+    lists = [[] for _ in list(inspect.signature(double._init_group).parameters)[1:]]
+    with torch.no_grad():
+        double._init_group(group, *lists)
+    return dict(double.state[parameter])
+
+
+class _FirstValues(dict):
+    """A state dict that remembers a copy of the first value of every key."""
+
+    def __init__(self, content: dict):
+        super().__init__(content)
+        self.first: dict = {}
+
+    def __setitem__(self, key, value):
+        self.first.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key, default=None):
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args, **kwargs):
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def _eager_step(optimizer: Optimizer, index: int, value: Tensor, grad: Tensor, state: dict) -> tuple[Tensor, dict]:
+    """One real step on a copy of `value`; returns the new value and the first value of every key of its state."""
+    parameter = nn.Parameter(value.clone())
+    parameter.grad = grad
+    recorded = _FirstValues(state)
+    group = plain(optimizer.param_groups[index]) | {"params": [parameter]}
+    run_step(stand_in(optimizer, [group], {parameter: recorded}))
+    return parameter.detach(), recorded.first
+
+
+def _tensors(optimizer: Optimizer, state: dict) -> dict[str, Tensor]:
+    """State values as tensors; None entries are dropped, as an optimizer treats them like absent ones."""
+    return {key: _as_tensor(optimizer, key, value) for key, value in state.items() if value is not None}
+
+
+def _as_tensor(optimizer: Optimizer, key: str, value: object) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float64)
+    raise CaptureError(
+        f"{type(optimizer).__name__} keeps a {type(value).__name__} as state {key!r}: a captured step holds tensors and numbers as state"
+    )

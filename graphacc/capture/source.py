@@ -1,0 +1,86 @@
+"""Where in the user's code an operator comes from: source lines and the submodule, for every node of a trace."""
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphacc._compat.torch_ import annotate_nodes
+from graphacc.graph import Phase
+
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_MAX_LINES = 6
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is neither torch's, ours, nor the standard library's."""
+    if filename.startswith("<") or filename.startswith(_LIBRARIES):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+
+
+def user_line(error: BaseException) -> str:
+    """``File "x.py", line n, in f: text`` of the innermost user frame of `error`'s traceback ("" without one)."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f'File "{last.filename}", line {last.lineno}, in {last.name}: {(last.line or "").strip()}'
+
+
+class SourceMode(TorchFunctionMode):
+    """Notes at every torch function call where it stands; nodes traced from it carry that as ``meta["custom"]``.
+
+    Args:
+        modules: id of a submodule -> its dotted path.
+        phase: the phase that the nodes get.
+    """
+
+    def __init__(self, modules: Mapping[int, str], phase: Phase):
+        super().__init__()
+        self._modules = modules
+        self.phase = phase
+        self._user_code: dict[CodeType, bool] = {}
+
+    def reset(self) -> None:
+        """Operators to come have no place in the user's code, until the next note."""
+        annotate_nodes({"phase": self.phase, "module_path": "", "stack_trace": ""})
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.note(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, frame: FrameType | None) -> None:
+        """Describe the operators to come by the call stack that ends in `frame`."""
+        lines: list[str] = []
+        path = None
+        while frame is not None:
+            code = frame.f_code
+            if len(lines) < _MAX_LINES and self._is_user(code):
+                lines.append(_format(frame))
+            if path is None and code.co_varnames[:1] == ("self",):
+                owner = frame.f_locals.get("self")
+                path = self._modules.get(id(owner)) if isinstance(owner, nn.Module) else None
+            if path is not None and len(lines) == _MAX_LINES:
+                break
+            frame = frame.f_back
+        annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines))})
+
+    def _is_user(self, code: CodeType) -> bool:
+        known = self._user_code.get(code)
+        if known is None:
+            known = self._user_code[code] = is_user_file(code.co_filename)
+        return known
+
+
+def _format(frame: FrameType) -> str:
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    return f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'

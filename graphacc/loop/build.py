@@ -1,0 +1,195 @@
+"""From a tape to StepGraphs: the forward part, the gradients, the update, and the whole step."""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from graphacc.capture import Batch, capture_forward, capture_joint, capture_update, stitch
+from graphacc.errors import StrategyError
+from graphacc.graph import Input, Kind, Phase, StepGraph
+from graphacc.loop.managed import Handle
+from graphacc.loop.tape import External, Param, Ref, Tape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientCode:
+    """What happens to the gradients between backward and the update, and the values from outside that it needs."""
+
+    tape: Tape
+    names: tuple[str, ...]  # parameters whose gradients the update uses
+    max_norm: float | None  # clip the total norm of the gradients to this, last
+
+    @property
+    def external_indices(self) -> list[int]:
+        leaves = (leaf for call in self.tape.gradient_calls for leaf in call.leaves)
+        return sorted({leaf.index for leaf in leaves if isinstance(leaf, External)})
+
+    @property
+    def forward_values(self) -> list[int]:
+        """Value indices of the forward part that the gradient code reads."""
+        made = set(self.tape.grad_values.values())
+        found: set[int] = set()
+        for call in self.tape.gradient_calls:
+            found |= {leaf.index for leaf in call.leaves if isinstance(leaf, Ref)} - made
+            made |= set(call.results)
+        return sorted(found)
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The parameters and buffers that the gradient code reads."""
+        leaves = (leaf for call in self.tape.gradient_calls for leaf in call.leaves)
+        names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Param))
+        return [self.tape.engine.handles[name] for name in names]
+
+    def inputs(self) -> list[Input]:
+        """The inputs besides gradients: externals as BATCH, values of the forward part as USER, parameters and buffers."""
+        tape = self.tape
+        externals = [_input(Kind.BATCH, tape.external_paths[i], tape.externals[i]) for i in self.external_indices]
+        values = [_input(Kind.USER, str(i), tape.values[i]) for i in self.forward_values]
+        return externals + values + [_input(handle.kind, handle.name, handle.host_value()) for handle in self.handles]
+
+    def key(self) -> tuple:
+        tape = self.tape
+        bindings = tuple((name, tape.grad_values.get(name), tape.grad_bindings.get(name)) for name in self.names)
+        return tape.key(tape.gradient_calls), bindings, self.max_norm
+
+    def apply(self, grads: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Replay on tensors: name -> gradient as backward gave it, to name -> gradient that the update uses."""
+        env = self.replay(grads, extras)
+        result = {name: env[self.tape.grad_bindings[name]] for name in self.names}
+        return result if self.max_norm is None else clip_total_norm(result, self.max_norm)
+
+    def replay(self, grads: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Run the gradient code; returns every value of it by index."""
+        tape, given = self.tape, iter(extras)
+        externals = {index: next(given) for index in self.external_indices}
+        env = {index: next(given) for index in self.forward_values}
+        named = {handle.name: next(given) for handle in self.handles}
+        env |= {tape.grad_values[name]: grad.clone() for name, grad in grads.items()}
+        tape.replay(tape.gradient_calls, env, externals, named)
+        return env
+
+
+def clip_total_norm(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
+    """Scale all gradients by min(1, max_norm / (total 2-norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does."""
+    norms = [torch.linalg.vector_norm(grad) for grad in grads.values()]
+    scale = torch.clamp(max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6), max=1.0)
+    return {name: grad * scale.to(grad.dtype) for name, grad in grads.items()}
+
+
+def joint_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, microbatches: int) -> StepGraph:
+    """Forward and backward up to ``tape.loss``; `outputs` are the values that are returned besides.
+
+    With several microbatches it is the graph of one of them, and its loss is divided by their number.
+    """
+
+    def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        env: dict[int, Tensor] = {}
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), _named(module))
+        loss = env[tape.loss] if microbatches == 1 else env[tape.loss] / microbatches
+        return loss, [env[i] for i in outputs]
+
+    batch = batch_of(tape, tape.forward_calls)
+    leaves = tuple(microbatch(leaf, tape, microbatches, 0) for leaf in batch.leaves)
+    return _renumber(capture_joint(model, forward, dataclasses.replace(batch, leaves=leaves), precision=precision), outputs)
+
+
+def forward_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, keep_buffers: bool) -> StepGraph:
+    """The forward part alone, without gradients; buffers that it changes are outputs if they are to be kept."""
+
+    def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[None, list[Tensor]]:
+        env: dict[int, Tensor] = {}
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), _named(module))
+        return None, [env[i] for i in outputs]
+
+    step = _renumber(capture_forward(model, forward, batch_of(tape, tape.forward_calls), precision=precision), outputs)
+    return step if keep_buffers else _without_outputs(step, Kind.BUFFER)
+
+
+def accumulating(joint: StepGraph) -> StepGraph:
+    """The same graph with every gradient added to an input of kind GRAD, which the sum replaces."""
+    step = StepGraph(copy.deepcopy(joint.module), joint.inputs, joint.outputs, joint.constants)
+    graph, results, inputs = step.graph, list(step.results), list(step.inputs)
+    last = step.placeholders[-1]
+    for position in step.output_indices(Kind.GRAD):
+        out, grad = step.outputs[position], results[position]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"grad_so_far_{position}")
+        with graph.inserting_before(graph.output_node()):
+            results[position] = graph.call_function(torch.ops.aten.add.Tensor, (last, grad))
+        last.meta = {"val": grad.meta["val"], "phase": Phase.BACKWARD, "module_path": "", "stack_trace": ""}
+        results[position].meta = dict(last.meta)
+        inputs.append(Input(name=last.name, kind=Kind.GRAD, target=out.target, shape=out.shape, dtype=out.dtype, shards=out.shards))
+    graph.output_node().args = (tuple(results),)
+    step.inputs = tuple(inputs)
+    step.module.recompile()
+    step.verify()
+    return step
+
+
+def microbatch(tensor: Tensor, tape: Tape, count: int, index: int) -> Tensor:
+    """Part `index` of `count` of a batch tensor, along dim 0; a tensor without the batch's dim 0 stays whole.
+
+    Raises:
+        StrategyError: the batch cannot be cut into `count` equal parts.
+    """
+    sizes = [leaf.shape[0] for leaf in tape.externals if leaf.dim() > 0]
+    if count == 1 or tensor.dim() == 0 or tensor.shape[0] != sizes[0]:
+        return tensor
+    if sizes[0] % count:
+        raise StrategyError(
+            f"microbatches={count} does not divide the batch of {sizes[0]}: choose a batch size that is a multiple of {count}, or other microbatches"
+        )
+    return tensor.chunk(count)[index]
+
+
+def _without_outputs(step: StepGraph, kind: Kind) -> StepGraph:
+    kept = [i for i, out in enumerate(step.outputs) if out.kind is not kind]
+    results = step.results
+    step.graph.output_node().args = (tuple(results[i] for i in kept),)
+    step.outputs = tuple(step.outputs[i] for i in kept)
+    step.graph.eliminate_dead_code()
+    step.module.recompile()
+    return step
+
+
+def update_graph(model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]) -> StepGraph:
+    """Gradient code and the optimizer's step."""
+    grads = tuple(code.tape.grad_values) if code.tape.gradient_calls else code.names
+
+    def transform(values: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
+        return code.apply(values, extras)
+
+    return capture_update(model, optimizer, grads, transform=transform, extras=code.inputs(), dynamic=dynamic)
+
+
+def step_graph(joint: StepGraph, update: StepGraph) -> StepGraph:
+    """The whole step as one graph."""
+    return stitch(joint, update)
+
+
+def batch_of(tape: Tape, calls: Sequence) -> Batch:
+    """The externals that recorded calls use, as the batch of a capture (all up to the last one used)."""
+    used = [leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, External)]
+    count = max(used, default=-1) + 1
+    return Batch(leaves=tuple(tape.externals[:count]), paths=tuple(tape.external_paths[:count]))
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _input(kind: Kind, target: str, like: Tensor) -> Input:
+    return Input(name="", kind=kind, target=target, shape=tuple(like.shape), dtype=like.dtype)
+
+
+def _renumber(step: StepGraph, outputs: Sequence[int]) -> StepGraph:
+    """Name USER outputs by their value index on the tape instead of their position."""
+    targets = {str(position): str(index) for position, index in enumerate(outputs)}
+    step.outputs = tuple(
+        dataclasses.replace(out, target=targets[out.target]) if out.kind is Kind.USER else out for out in step.outputs
+    )
+    return step

@@ -1,0 +1,49 @@
+"""Shapes and dtypes of recorded calls, by running them on fake tensors."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from graphacc._compat.torch_ import compiling
+from graphacc.loop.managed import Handle
+from graphacc.loop.tape import Param
+
+
+class Fakes:
+    """One fake tensor per managed tensor, and a mode in which calls give fake results."""
+
+    def __init__(self, model: nn.Module, handles: dict[str, Handle]):
+        self.model = model
+        self.handles = handles
+        self._mode = FakeTensorMode()
+        self._managed: dict[str, Tensor] = {}
+
+    def of(self, value: "Tensor | Param") -> Tensor:
+        """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
+        if isinstance(value, Param):
+            return self._of_handle(self.handles[value.name])
+        if isinstance(value, FakeTensor):
+            return value
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._mode.from_tensor(value.detach())
+
+    def run(self, function: Callable, args: tuple, kwargs: dict):
+        """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
+        with self._mode, compiling():
+            return function(*args, **kwargs)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the model under all its names, fake; a tied tensor is one fake."""
+        named = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False))
+        return {name: self._of_handle(tensor._graphacc_handle) for name, tensor in named}
+
+    def _of_handle(self, handle: Handle) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = handle.tensor
+            fake = self._managed.get(handle.name)
+            if fake is None or fake.requires_grad != tensor.requires_grad or (fake.shape, fake.dtype) != (tensor.shape, tensor.dtype):
+                fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+                self._managed[handle.name] = fake
+            return fake

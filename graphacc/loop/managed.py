@@ -1,0 +1,263 @@
+"""Parameters and buffers whose current values live on the devices.
+
+`manage` turns a model's own parameter and buffer objects into `Managed` ones, in place, so that optimizers and tied
+modules that hold them stay right. A torch function that touches one first brings its host value up to date, so
+reading is always exact; a write is seen by the version counter and uploaded before the next program runs.
+"""
+
+import typing
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphacc._compat.torch_ import without_modes
+from graphacc.errors import LoopError
+from graphacc.graph import Kind
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.engine import Engine
+
+_EXPOSING = frozenset(
+    {
+        Tensor.data.__get__,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.untyped_storage,
+        Tensor.data_ptr,
+        Tensor.__dlpack__,
+    }
+)
+"""Functions that give access to the memory without the version counter noticing a later write."""
+
+
+class Handle:
+    """Where a managed tensor belongs, and how its host copy and its device copy stand."""
+
+    def __init__(self, engine: "Engine", kind: Kind, name: str, tensor: Tensor):
+        self.engine = engine
+        self.kind = kind  # PARAM or BUFFER
+        self.name = name
+        self.tensor = tensor
+        self.host_is_stale = False  # the device copy is newer
+        self.uploaded_version = -1  # version counter of the host copy that the device copy equals
+        self.exposed = False  # the host memory can be written without the version counter noticing
+        self.grad: typing.Any = None  # None, the Tape whose backward gave it, a host Tensor, or `SPENT`
+
+    @property
+    def host_is_newer(self) -> bool:
+        """The host copy was written since it was last equal to the device copy."""
+        if self.host_is_stale:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.exposed or self.tensor._version != self.uploaded_version
+
+    def mark_uploaded(self) -> None:
+        """The device copy equals the host copy now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.uploaded_version = self.tensor._version
+        self.exposed = False
+        self.host_is_stale = False
+
+    def host_value(self) -> Tensor:
+        """The host copy as an ordinary tensor that shares its memory."""
+        with torch._C.DisableTorchFunctionSubclass(), without_modes():
+            return self.tensor.detach()
+
+    def overwrite(self, value: Tensor) -> None:
+        """Write the host copy; the devices get it before the next program runs."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.tensor.copy_(value)
+        self.host_is_stale = False
+        self.exposed = True
+
+    def refresh(self) -> None:
+        """Bring the host copy up to date."""
+        if not self.host_is_stale or self.engine.capturing:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.tensor.copy_(self.engine.fetch(self))
+        self.mark_uploaded()
+
+
+class _Spent:
+    """Mark of a gradient that the last compiled step consumed and nobody cleared since."""
+
+    def __repr__(self) -> str:
+        return "<gradient consumed by the compiled step>"
+
+
+SPENT = _Spent()
+
+
+class SpentGradient(Tensor):
+    """What ``parameter.grad`` gives between a compiled step and ``zero_grad()``: it can be cleared, but not read."""
+
+    handle: Handle
+
+    @staticmethod
+    def __new__(cls, handle: Handle):
+        with torch._C.DisableTorchFunctionSubclass():
+            like = handle.tensor
+            self = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+        self.handle = handle
+        return self
+
+    def __init__(self, handle: Handle):
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        leaves = pytree.tree_leaves((args, kwargs))
+        spent = [leaf for leaf in leaves if isinstance(leaf, SpentGradient)]
+        if func in _CLEARING:
+            for gradient in spent:
+                gradient.handle.engine.write_grad(gradient.handle, None)
+            return args[0]
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = spent[0].handle.name
+        raise LoopError(
+            f"{name}.grad was read after optimizer.step(): the compiled step consumed the gradient; read or change gradients between "
+            "loss.backward() and optimizer.step(), where reading them is recorded or runs the step in parts"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise LoopError(f"{func} touches a gradient that the compiled step consumed: read gradients before optimizer.step()")
+
+
+_CLEARING = frozenset({Tensor.zero_, torch._foreach_zero_})
+_METADATA = frozenset(
+    {
+        Tensor.shape.__get__,
+        Tensor.dtype.__get__,
+        Tensor.device.__get__,
+        Tensor.layout.__get__,
+        Tensor.ndim.__get__,
+        Tensor.is_sparse.__get__,
+        Tensor.grad_fn.__get__,
+        Tensor.requires_grad.__get__,
+        Tensor.requires_grad_,
+        Tensor.detach_,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+    }
+)
+
+
+def handle_of(tensor: object) -> Handle | None:
+    return getattr(tensor, "_graphacc_handle", None) if isinstance(tensor, Managed) else None
+
+
+class Managed(Tensor):
+    """A tensor of the model whose current value lives on the devices."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from graphacc.loop.promise import run_function
+
+        kwargs = kwargs or {}
+        if func == Tensor.grad.__get__:
+            return _get_grad(args[0])
+        if func == Tensor.grad.__set__:
+            return _set_grad(*args)
+        if func == Tensor.grad.__delete__:
+            return _set_grad(args[0], None)
+        return run_function(func, args, kwargs)
+
+    def __deepcopy__(self, memo):
+        """An ordinary tensor or parameter with the current value."""
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            value = self.detach().clone(memory_format=torch.preserve_format)
+        copied = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        with torch.no_grad():
+            value = self.detach().clone()
+        plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+        return plain.__reduce_ex__(protocol)
+
+
+class ManagedParameter(Managed, nn.Parameter):
+    """A parameter whose current value lives on the devices."""
+
+    __torch_function__ = Managed.__torch_function__
+
+
+class ManagedBuffer(Managed):
+    """A buffer whose current value lives on the devices."""
+
+
+def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
+    """Make every distinct parameter and buffer of `model` managed, in place.
+
+    Returns:
+        First name -> handle, parameters first, in the model's own order; a tied tensor has one handle.
+
+    Raises:
+        LoopError: a tensor that is managed by another compiled model, or of a class that cannot be managed.
+    """
+    handles: dict[str, Handle] = {}
+    seen: set[int] = set()
+    for kind, named, managed, plain in (
+        (Kind.PARAM, model.named_parameters(), ManagedParameter, nn.Parameter),
+        (Kind.BUFFER, model.named_buffers(), ManagedBuffer, Tensor),
+    ):
+        for name, tensor in named:
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if isinstance(tensor, Managed):
+                raise LoopError(f"{name!r} belongs to a model that is already compiled: compile the outermost module once, not its parts")
+            if type(tensor) is not plain:
+                raise LoopError(
+                    f"{name!r} is a {type(tensor).__name__}: only ordinary tensors and parameters can be moved to the devices; "
+                    "replace it by a plain torch.nn.Parameter or torch.Tensor before graphacc.compile"
+                )
+            tensor.__class__ = managed
+            tensor._graphacc_handle = handles[name] = Handle(engine, kind, name, tensor)
+    return handles
+
+
+def prepare(func, args: tuple, kwargs: dict) -> None:
+    """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it exposes."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if (handle := handle_of(leaf)) is None:
+            continue
+        handle.refresh()
+        if func in _EXPOSING:
+            handle.exposed = True
+
+
+def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Fake tensor modes refuse tensor subclasses: while a graph is captured, operators get plain tensors."""
+    if getattr(func, "__name__", "") == "__get__":
+        return args, kwargs
+
+    def plain(tensor: Managed) -> Tensor:
+        return tensor._graphacc_handle.host_value() if tensor._graphacc_handle.engine.capturing else tensor
+
+    return pytree.tree_map_only(Managed, plain, (args, kwargs))
+
+
+def _get_grad(tensor: Tensor):
+    handle = handle_of(tensor)
+    return None if handle is None else handle.engine.read_grad(handle)
+
+
+def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
+    handle = handle_of(tensor)
+    assert handle is not None, "a managed tensor lost its handle"
+    if value is not None and (tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype):
+        raise LoopError(
+            f"{handle.name}.grad: a gradient has its parameter's shape and dtype, {list(tensor.shape)} {tensor.dtype}, "
+            f"not {list(value.shape)} {value.dtype}"
+        )
+    handle.engine.write_grad(handle, value)

@@ -1,0 +1,133 @@
+"""CompiledModule: the user's model, in place, with its calls recorded."""
+
+import copy
+import dataclasses
+
+import torch
+from torch import nn
+
+from graphacc.errors import LoopError
+from graphacc.graph import Kind
+from graphacc.loop.engine import Engine
+from graphacc.loop.programs import STATE_KINDS, Compiled
+from graphacc.strategy import Strategy
+from graphacc.strategy.memory import predict_memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device for the program that needs most."""
+
+    predicted_bytes: int  # from the graph, before compiling
+    measured_bytes: int  # what the compiled program reserves: arguments, temporaries and new outputs
+    argument_bytes: int  # parameters, optimizer state and batch, in the compiled program
+    temporary_bytes: int  # temporaries, in the compiled program
+
+
+class CompiledModule(nn.Module):
+    """Mixed into a model's class by `graphacc.compile`: the model stays the object that it was, with all its attributes.
+
+    ``state_dict()``, ``parameters()`` and the like are the model's own; reading a parameter brings its value from the
+    devices.
+    """
+
+    _graphacc_engine: Engine
+
+    def __call__(self, *args, **kwargs):
+        return self._graphacc_engine.call(super().__call__, args, kwargs)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self._graphacc_engine.programs.strategy
+
+    @property
+    def programs(self) -> tuple[Compiled, ...]:
+        """Every program compiled so far, in order: what, why, and how long it took."""
+        return tuple(self._graphacc_engine.programs.compiled)
+
+    def explain(self) -> str:
+        """A table of the programs that were compiled and why, as text."""
+        header = ("program", "why", "nodes", "capture s", "passes s", "compile s", "cached", "MB/device")
+        rows = [header, *(_row(compiled) for compiled in self.programs)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+    def memory(self) -> "Memory":
+        """Predicted and measured memory of the largest program so far.
+
+        Raises:
+            LoopError: nothing has run yet.
+        """
+        if not self.programs:
+            raise LoopError("no program has been compiled yet: run a training step first")
+        largest = max(self.programs, key=lambda compiled: compiled.program.memory.peak_bytes)
+        prediction, measured = predict_memory(largest.graph), largest.program.memory
+        return Memory(
+            predicted_bytes=prediction.peak_bytes,
+            measured_bytes=measured.peak_bytes,
+            argument_bytes=measured.argument_bytes,
+            temporary_bytes=measured.temp_bytes,
+        )
+
+    def bytes_per_device(self) -> dict[Kind, int]:
+        """Bytes of parameters, buffers, optimizer state and gradients that one device holds now."""
+        state = self._graphacc_engine.programs.state
+        return {kind: state.bytes_per_device(kind) for kind in STATE_KINDS}
+
+    def __deepcopy__(self, memo):
+        """An ordinary, uncompiled copy with the current values."""
+        original = _original_class(type(self))
+        copied = original.__new__(original)
+        memo[id(self)] = copied
+        attributes = {name: value for name, value in self.__dict__.items() if name != "_graphacc_engine"}
+        copied.__dict__.update(copy.deepcopy(attributes, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Turn `model` into a compiled module in place."""
+    original = type(model)
+    model.__class__ = type(f"Compiled{original.__name__}", (CompiledModule, original), {"__module__": original.__module__})
+    object.__setattr__(model, "_graphacc_engine", engine)
+
+
+def _original_class(cls: type) -> type:
+    return cls.__mro__[cls.__mro__.index(CompiledModule) + 1]
+
+
+def _row(compiled: Compiled) -> tuple[str, ...]:
+    memory = compiled.program.memory
+    return (
+        compiled.kind,
+        compiled.reason,
+        str(len(compiled.graph.graph.nodes)),
+        f"{compiled.capture_seconds:.2f}",
+        f"{compiled.pass_seconds:.2f}",
+        f"{compiled.compile_seconds:.2f}",
+        "yes" if compiled.program.from_cache else "no",
+        f"{memory.peak_bytes / 1e6:.1f}",
+    )
+
+
+def is_compiled(model: object) -> bool:
+    return isinstance(model, CompiledModule)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a compiled model.
+
+    Raises:
+        TypeError: the model was not compiled.
+    """
+    if not isinstance(model, CompiledModule):
+        raise TypeError(f"{type(model).__name__} is no compiled model: call graphacc.compile(model) first")
+    return model._graphacc_engine
+
+
+def seed_of_torch() -> int:
+    """The first word of the random keys where the user gives none: torch's own seed."""
+    return torch.initial_seed() & 0xFFFFFFFF

@@ -1,0 +1,27 @@
+"""The lowering rules, grouped by kind. Importing this package registers them all."""
+
+from graphacc.lowering.rules import (  # noqa: F401
+    activation,
+    attention,
+    collectives,
+    conv,
+    decomposed,
+    factory,
+    fft,
+    foreach,
+    index,
+    linalg,
+    matmul,
+    nn,
+    pointwise,
+    pool,
+    prims,
+    random,
+    reduce,
+    refused,
+    resample,
+    sort,
+    special,
+    strided,
+    view,
+)

@@ -1,0 +1,140 @@
+"""torch's functional collectives, and graphacc's operators that know their place, over the axes of a ``jax.shard_map``.
+
+A group name is the name of a mesh axis, or several joined by "+", outermost first ("dp+fsdp"): one group over both.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from graphacc.lowering.dtypes import cast
+from graphacc.lowering.registry import register
+
+
+def axes_of(group: str) -> str | tuple[str, ...]:
+    """The mesh axes of a group name, as jax's collectives take them.
+
+    Examples:
+        >>> axes_of("dp+fsdp")
+        ('dp', 'fsdp')
+    """
+    names = tuple(group.split("+"))
+    return names if len(names) > 1 else names[0]
+
+
+def _bool_as_int(function):
+    """jax has no collectives on bool: reduce 0 and 1."""
+
+    def reduce(x, axes):
+        return cast(function(x.astype(np.int32), axes), bool) if x.dtype == bool else function(x, axes)
+
+    return reduce
+
+
+def _mean(x, axes):
+    return lax.psum(x, axes) / np.asarray(lax.axis_size(axes), x.dtype)
+
+
+_REDUCE = {
+    "sum": _bool_as_int(lax.psum),
+    "avg": _mean,
+    "max": _bool_as_int(lax.pmax),
+    "min": _bool_as_int(lax.pmin),
+    "product": lambda x, axes: jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype),
+}
+
+
+def _reduction(name: str):
+    if name not in _REDUCE:
+        raise ValueError(f"reduce operation {name!r} has no lowering; known are {', '.join(_REDUCE)}")
+    return _REDUCE[name]
+
+
+def _all_reduce(x, op, group):
+    return _reduction(op)(x, axes_of(group))
+
+
+def _all_gather(x, group):
+    return lax.all_gather(x, axes_of(group), axis=0, tiled=True)
+
+
+def _reduce_scatter(x, op, group):
+    """Sums go by reduce-scatter; what XLA cannot reduce so is reduced whole, then cut."""
+    axes = axes_of(group)
+    if op in ("sum", "avg") and x.dtype != bool:
+        total = lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+        return total / np.asarray(lax.axis_size(axes), x.dtype) if op == "avg" else total
+    return shard(_reduction(op)(x, axes), 0, 1, group)
+
+
+def shard(x, dim, outer, group):
+    """This device's block of dim `dim`, read as [outer, size, rest]."""
+    axes = axes_of(group)
+    size = lax.axis_size(axes)
+    shape = x.shape
+    blocks = x.reshape(*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :])
+    block = lax.dynamic_index_in_dim(blocks, lax.axis_index(axes), dim + 1, keepdims=False)
+    return block.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+@register("_c10d_functional.wait_tensor.default")
+def _wait(ctx, x):
+    return x
+
+
+@register("_c10d_functional.all_reduce.default")
+def _all_reduce_one(ctx, x, reduce_op, group_name):
+    return _all_reduce(x, reduce_op, group_name)
+
+
+@register("_c10d_functional.all_reduce_coalesced.default")
+def _all_reduce_list(ctx, inputs, reduce_op, group_name):
+    return tuple(_all_reduce(x, reduce_op, group_name) for x in inputs)
+
+
+@register("_c10d_functional.all_gather_into_tensor.default")
+def _all_gather_one(ctx, x, group_size, group_name):
+    return _all_gather(x, group_name)
+
+
+@register("_c10d_functional.all_gather_into_tensor_coalesced.default")
+def _all_gather_list(ctx, inputs, group_size, group_name):
+    return tuple(_all_gather(x, group_name) for x in inputs)
+
+
+@register("_c10d_functional.reduce_scatter_tensor.default")
+def _reduce_scatter_one(ctx, x, reduce_op, group_size, group_name):
+    return _reduce_scatter(x, reduce_op, group_name)
+
+
+@register("_c10d_functional.reduce_scatter_tensor_coalesced.default")
+def _reduce_scatter_list(ctx, inputs, reduce_op, group_size, group_name):
+    return tuple(_reduce_scatter(x, reduce_op, group_name) for x in inputs)
+
+
+@register("_c10d_functional.all_to_all_single.default")
+def _all_to_all(ctx, x, output_split_sizes, input_split_sizes, group_name):
+    if len({*output_split_sizes, *input_split_sizes}) > 1:
+        raise ValueError(f"all_to_all_single with unequal splits {input_split_sizes} -> {output_split_sizes}: pad them to equal sizes")
+    return lax.all_to_all(x, axes_of(group_name), split_axis=0, concat_axis=0, tiled=True)
+
+
+@register("_c10d_functional.broadcast.default")
+def _broadcast(ctx, x, src, group_name):
+    axes = axes_of(group_name)
+    return _REDUCE["sum"](jnp.where(lax.axis_index(axes) == src, x, jnp.zeros_like(x)), axes)
+
+
+@register("graphacc.axis_index.default")
+def _axis_index(ctx, size, axis):
+    return lax.axis_index(axes_of(axis)).astype(np.int64)
+
+
+@register("graphacc.shard.default")
+def _shard(ctx, x, dim, outer, size, axis):
+    return shard(x, dim % x.ndim, outer, axis)
+
+
+@register("graphacc.after.default")
+def _after(ctx, x, dependency):
+    return lax.optimization_barrier((x, dependency))[0]

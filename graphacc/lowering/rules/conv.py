@@ -1,0 +1,89 @@
+"""Convolutions of one to three spatial dims, batch and channels first, and their gradients as the transposed maps.
+
+Legend: N batch, C input channels, O output channels, spatial dims in torch's order.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from graphacc.lowering.dtypes import cast
+from graphacc.lowering.registry import register
+from graphacc.lowering.rules.matmul import precision
+
+
+def _spread(values, spatial: int) -> list[int]:
+    """Torch allows one number for all spatial dims."""
+    return list(values) * spatial if len(values) == 1 else list(values)
+
+
+def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups):
+    """[N, C, ...] with [O, C / groups, ...], or [C, O / groups, ...] when transposed, -> [N, O, ...]."""
+    spatial = x.ndim - 2
+    stride, padding, dilation = _spread(stride, spatial), _spread(padding, spatial), _spread(dilation, spatial)
+    pads = [(p, p) for p in padding]
+    window, lhs_dilation = stride, [1] * spatial
+    if transposed:
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:])]
+        pads = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, _spread(output_padding, spatial))]
+        window, lhs_dilation = [1] * spatial, stride
+        weight = _transpose_kernel(weight, groups)
+    return lax.conv_general_dilated(
+        x,
+        weight,
+        window_strides=window,
+        padding=pads,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        precision=precision(),
+        preferred_element_type=x.dtype,
+    )
+
+
+def _transpose_kernel(weight, groups):
+    """[C, O / groups, ...] -> [O, C / groups, ...] with reversed spatial dims."""
+    channels, per_group, *kernel = weight.shape
+    grouped = weight.reshape(groups, channels // groups, per_group, *kernel).swapaxes(1, 2)
+    return lax.rev(grouped.reshape(groups * per_group, channels // groups, *kernel), list(range(2, weight.ndim)))
+
+
+@register("aten.convolution.default", "aten.convolution_overrideable.default")
+def convolution(ctx, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    result = _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups)
+    return result if bias is None else result + bias.reshape((-1,) + (1,) * (x.ndim - 2))
+
+
+@register("aten.convolution_backward.default")
+def _convolution_backward(ctx, grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+    static = (stride, padding, dilation, transposed, output_padding, groups)
+    grad_x = grad_weight = grad_bias = None
+    if output_mask[0]:
+        (grad_x,) = jax.linear_transpose(lambda value: _convolve(value, weight, *static), x)(grad)
+    if output_mask[1]:
+        (grad_weight,) = jax.linear_transpose(lambda value: _convolve(x, value, *static), weight)(grad)
+    if output_mask[2]:
+        grad_bias = cast(jnp.sum(grad, axis=(0, *range(2, grad.ndim))), grad.dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+@register("aten.im2col.default")
+def im2col(ctx, x, kernel_size, dilation, padding, stride):
+    """[N, C, H, W] -> [N, C · kh · kw, blocks]."""
+    return _im2col(x, kernel_size, dilation, padding, stride).reshape(ctx.shape)
+
+
+def _im2col(x, kernel_size, dilation, padding, stride):
+    patches = lax.conv_general_dilated_patches(
+        x if x.ndim == 4 else x[None], tuple(kernel_size), tuple(stride), [(p, p) for p in padding], rhs_dilation=tuple(dilation), precision=lax.Precision.HIGHEST
+    )
+    return patches.reshape(*patches.shape[:2], patches.shape[2] * patches.shape[3])
+
+
+@register("aten.col2im.default")
+def _col2im(ctx, columns, output_size, kernel_size, dilation, padding, stride):
+    batched = columns if columns.ndim == 3 else columns[None]
+    channels = batched.shape[1] // (kernel_size[0] * kernel_size[1])
+    image = jax.ShapeDtypeStruct((batched.shape[0], channels, *output_size), columns.dtype)
+    transpose = jax.linear_transpose(lambda x: _im2col(x, kernel_size, dilation, padding, stride), image)
+    return transpose(batched)[0].reshape(ctx.shape)

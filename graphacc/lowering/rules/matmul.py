@@ -1,0 +1,166 @@
+"""Matrix products as single dots. bf16 products accumulate in fp32.
+
+On hardware with reduced-precision fp32 products (TF32, bf16 passes) the user's ``torch.set_float32_matmul_precision``
+decides, as it does in torch: "highest", its default, keeps full fp32.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.registry import register
+
+_PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
+
+
+def precision() -> lax.Precision:
+    """What torch's own setting asks of fp32 products."""
+    return _PRECISION[torch.get_float32_matmul_precision()]
+
+
+def dot(a, b, contract, batch=((), ()), out_dtype=None):
+    """``lax.dot_general`` over these (a dims, b dims), with fp32 accumulation for bf16 and fp16."""
+    wanted = a.dtype if out_dtype is None else np.dtype(out_dtype)
+    return lax.dot_general(a, b, (contract, batch), precision=precision(), preferred_element_type=wanted)
+
+
+def _matmul(a, b, out_dtype=None):
+    """[n, k] @ [k, m], or [batch, n, k] @ [batch, k, m]."""
+    batch = tuple(range(a.ndim - 2))
+    return dot(a, b, ((a.ndim - 1,), (b.ndim - 2,)), (batch, batch), out_dtype)
+
+
+@register("aten.mm.default", "aten.bmm.default")
+def mm(ctx, a, b):
+    return _matmul(a, b)
+
+
+@register("aten.mm.dtype", "aten.bmm.dtype")
+def _mm_dtype(ctx, a, b, out_dtype):
+    return _matmul(a, b, ctx.dtype)
+
+
+@register("aten.matmul.default")
+def _general_matmul(ctx, a, b):
+    return jnp.matmul(a, b, precision=precision())
+
+
+@register("aten.linear.default")
+def _linear(ctx, x, weight, bias=None):
+    result = dot(x, weight, ((x.ndim - 1,), (1,)), out_dtype=wide(ctx.dtype))
+    return cast(result if bias is None else result + bias, ctx.dtype)
+
+
+@register("aten.mv.default", "aten.dot.default")
+def _mv(ctx, a, b):
+    return dot(a, b, ((a.ndim - 1,), (0,)))
+
+
+@register("aten.vdot.default")
+def _vdot(ctx, a, b):
+    return dot(jnp.conj(a), b, ((0,), (0,)))
+
+
+def _add_scaled(ctx, x, product, beta, alpha):
+    """beta · x + alpha · product; a beta of 0 ignores `x`, even NaN in it."""
+    product = product if alpha == 1 else product * np.asarray(alpha, product.dtype)
+    if beta == 0:
+        return jnp.broadcast_to(cast(product, ctx.dtype), ctx.shape)
+    x = cast(x, product.dtype)
+    return jnp.broadcast_to(cast((x if beta == 1 else x * np.asarray(beta, x.dtype)) + product, ctx.dtype), ctx.shape)
+
+
+@register("aten.addmm.default", "aten.baddbmm.default")
+def _addmm(ctx, x, a, b, *, beta=1, alpha=1):
+    return _add_scaled(ctx, x, _matmul(a, b, wide(ctx.dtype)), beta, alpha)
+
+
+@register("aten.addmv.default")
+def _addmv(ctx, x, a, b, *, beta=1, alpha=1):
+    return _add_scaled(ctx, x, dot(a, b, ((1,), (0,)), out_dtype=wide(ctx.dtype)), beta, alpha)
+
+
+@register("aten.addbmm.default")
+def _addbmm(ctx, x, a, b, *, beta=1, alpha=1):
+    return _add_scaled(ctx, x, dot(a, b, ((0, 2), (0, 1)), out_dtype=wide(ctx.dtype)), beta, alpha)
+
+
+@register("aten.addr.default")
+def _addr(ctx, x, a, b, *, beta=1, alpha=1):
+    a, b = cast(a, ctx.dtype), cast(b, ctx.dtype)
+    if ctx.dtype == bool:
+        product = a[:, None] & b[None, :] & bool(alpha)
+        return jnp.broadcast_to(product | (x & bool(beta)), ctx.shape)
+    return _add_scaled(ctx, x, a[:, None] * b[None, :], beta, alpha)
+
+
+@register("aten._trilinear.default")
+def _trilinear(ctx, a, b, c, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    a, b, c = (jnp.expand_dims(x, tuple(dims)) for x, dims in ((a, expand1), (b, expand2), (c, expand3)))
+    ndim = a.ndim
+    result = jnp.einsum(a, range(ndim), b, range(ndim), c, range(ndim), [d for d in range(ndim) if d not in sumdim], precision=precision())
+    return cast(result, ctx.dtype)
+
+
+@register("aten._cdist_forward.default")
+def _cdist(ctx, a, b, p, compute_mode=None):
+    return _distance(jnp.abs(a[..., :, None, :] - b[..., None, :, :]), p)
+
+
+@register("aten._pdist_forward.default")
+def _pdist(ctx, x, p=2.0):
+    rows, columns = np.triu_indices(x.shape[0], 1)
+    return _distance(jnp.abs(x[rows] - x[columns]), p)
+
+
+def _distance(difference, p):
+    """The p-norm of the last dim of non-negative differences."""
+    if difference.shape[-1] == 0:
+        return jnp.zeros(difference.shape[:-1], difference.dtype)
+    if p == 0:
+        return jnp.sum((difference != 0).astype(difference.dtype), -1)
+    if p == float("inf"):
+        return jnp.max(difference, -1)
+    return jnp.sqrt(jnp.sum(difference * difference, -1)) if p == 2 else jnp.power(jnp.sum(jnp.power(difference, p), -1), 1 / p)
+
+
+def grouped_dot(x, weight, ends):
+    """[S, K] in groups of rows that end at `ends`, times each group's [G, K, N] -> [S, N]; rows beyond the last end give 0."""
+    ends = ends.astype(np.int32)
+    sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
+    return cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)
+
+
+def grouped_outer(x, grad, ends):
+    """The weight gradient of `grouped_dot`: [S, K], [S, N] -> [G, K, N]."""
+    sizes = jnp.diff(ends.astype(np.int32), prepend=np.zeros(1, np.int32))
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    return cast(lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)
+
+
+@register("transformers.grouped_mm_fallback.default")
+def _grouped_mm_fallback(ctx, x, weight, offs):
+    return grouped_dot(x, weight, offs)
+
+
+@register("transformers.grouped_mm_fallback_backward.default")
+def _grouped_mm_fallback_backward(ctx, x, weight, offs, grad):
+    return grouped_dot(grad, jnp.swapaxes(weight, 1, 2), offs), grouped_outer(x, grad, offs)
+
+
+@register("aten._grouped_mm.default")
+def _grouped_mm(ctx, a, b, offs=None, bias=None, out_dtype=None):
+    """2-d × 3-d: groups of rows; 3-d × 2-d: groups of columns; 2-d × 2-d: groups of the contracted dim."""
+    if offs is None or (a.ndim, b.ndim) == (3, 3):
+        result = _matmul(a, b)
+    elif (a.ndim, b.ndim) == (2, 3):
+        result = grouped_dot(a, b, offs)
+    elif (a.ndim, b.ndim) == (2, 2):
+        result = grouped_outer(a.T, b, offs)
+    else:
+        result = grouped_dot(b.T, jnp.swapaxes(a, 1, 2), offs).T
+    return cast(result if bias is None else result + bias, ctx.dtype)

@@ -1,0 +1,82 @@
+"""graphacc's counter-based random numbers, bit for bit those of `graphacc.ops.random`."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from graphacc._compat.jax_ import threefry2x32
+from graphacc.lowering.registry import refuse, register
+
+_MASK = 0xFFFFFFFF
+
+
+def _words(index):
+    """The high and low 32 bits of an unsigned array; the high ones are constant zeros for a 32-bit array."""
+    if index.dtype == np.uint32:
+        return jnp.zeros_like(index), index
+    return (index >> np.uint64(32)).astype(np.uint32), index.astype(np.uint32)
+
+
+def _linear_index(size, global_size, start):
+    """Row-major global index of every element of the block, uint32 where that is wide enough, else uint64."""
+    dtype = np.dtype(np.uint32 if math.prod(global_size) <= _MASK else np.uint64)
+    index = jnp.zeros(tuple(size), dtype)
+    stride = 1
+    for dim in reversed(range(len(size))):
+        position = lax.broadcasted_iota(dtype, tuple(size), dim)
+        if start is not None:
+            position = position + start[dim].astype(dtype)
+        index = index + position * np.asarray(stride, dtype)
+        stride *= global_size[dim]
+    return index
+
+
+def _bits(key, stream, size, global_size, start):
+    """uint32 array of shape `size`."""
+    seed = key.astype(np.uint32)
+    derived = threefry2x32(seed[0], seed[1], np.uint32(stream & _MASK), np.uint32(stream >> 32))
+    high, low = threefry2x32(*derived, *_words(_linear_index(size, global_size, start)))
+    return high ^ low
+
+
+@register("graphacc.random_bits.default")
+def _random_bits(ctx, key, stream, size, global_size, start):
+    return _bits(key, stream, size, global_size, start).astype(np.int64)
+
+
+@register("graphacc.random_uniform.default")
+def _random_uniform(ctx, key, stream, size, global_size, start):
+    return (_bits(key, stream, size, global_size, start) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+refuse(
+    "it draws from torch's global generator, which a compiled step does not have: capture turns the model's random operators into "
+    "graphacc::random_uniform, so this one was added after it or has a form that capture does not know",
+    "aten.rand.default",
+    "aten.rand_like.default",
+    "aten.randn.default",
+    "aten.randn_like.default",
+    "aten.randint.default",
+    "aten.randint.low",
+    "aten.randint_like.default",
+    "aten.randint_like.low_dtype",
+    "aten.randperm.default",
+    "aten.bernoulli.default",
+    "aten.bernoulli.p",
+    "aten.bernoulli.Tensor",
+    "aten.cauchy.default",
+    "aten.exponential.default",
+    "aten.geometric.default",
+    "aten.log_normal.default",
+    "aten.multinomial.default",
+    "aten.normal.Tensor_Tensor",
+    "aten.normal.Tensor_float",
+    "aten.normal.float_Tensor",
+    "aten.normal.float_float",
+    "aten.normal_functional.default",
+    "aten.poisson.default",
+    "aten.rrelu_with_noise_functional.default",
+    "aten.uniform.default",
+)

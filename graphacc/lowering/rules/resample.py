@@ -1,0 +1,89 @@
+"""Upsampling by nearest neighbour or linear interpolation, one dim at a time, with constant indices and weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.registry import register
+
+
+def _step(size: int, out: int, scale: float | None) -> np.float32:
+    """Input elements per output element; torch computes it in fp32."""
+    return np.float32(1.0 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(out)
+
+
+def _nearest(x, out, scales, shift=0.0):
+    """`shift` 0.5 takes the element at the output element's centre (nearest-exact)."""
+    for dim, n, scale in zip(range(x.ndim - len(out), x.ndim), out, scales):
+        place = np.floor((np.arange(n, dtype=np.float32) + np.float32(shift)) * _step(x.shape[dim], n, scale))
+        x = jnp.take(x, np.minimum(place.astype(np.int64), x.shape[dim] - 1), axis=dim, mode="clip")
+    return x
+
+
+def _nearest_exact(x, out, scales):
+    return _nearest(x, out, scales, 0.5)
+
+
+def _linear(align_corners, x, out, scales):
+    for dim, n, scale in zip(range(x.ndim - len(out), x.ndim), out, scales):
+        size = x.shape[dim]
+        if align_corners:
+            place = np.arange(n) * ((size - 1) / (n - 1) if n > 1 else 0.0)
+        else:
+            place = np.maximum((np.arange(n) + 0.5) * (1.0 / scale if scale else size / n) - 0.5, 0.0)
+        low = np.minimum(np.floor(place).astype(np.int64), size - 1)
+        high = np.minimum(low + 1, size - 1)
+        weight = (place - low).astype(x.dtype).reshape([-1] + [1] * (x.ndim - dim - 1))
+        x = jnp.take(x, low, axis=dim, mode="clip") * (1 - weight) + jnp.take(x, high, axis=dim, mode="clip") * weight
+    return x
+
+
+def _forward(resize, ctx, x, scales):
+    spatial = len(ctx.shape) - 2
+    return cast(resize(cast(x, wide(x.dtype)), ctx.shape[2:], list(scales) or [None] * spatial), ctx.dtype)
+
+
+def _backward(resize, ctx, grad, scales):
+    grad = cast(grad, wide(grad.dtype))
+    scales = list(scales) or [None] * (grad.ndim - 2)
+    primal = jax.ShapeDtypeStruct(ctx.shape, grad.dtype)
+    return cast(jax.linear_transpose(lambda x: resize(x, grad.shape[2:], scales), primal)(grad)[0], ctx.dtype)
+
+
+def _register_nearest(name, resize):
+    @register(f"aten.{name}.default")
+    def forward(ctx, x, output_size, *scales):
+        return _forward(resize, ctx, x, scales)
+
+    @register(f"aten.{name}.vec")
+    def forward_vec(ctx, x, output_size, scale_factors):
+        return _forward(resize, ctx, x, scale_factors or () if output_size is None else ())
+
+    @register(f"aten.{name}_backward.default")
+    def backward(ctx, grad, output_size, input_size, *scales):
+        return _backward(resize, ctx, grad, scales)
+
+
+def _register_linear(name):
+    def resize(align_corners):
+        return lambda x, out, scales: _linear(align_corners, x, out, scales)
+
+    @register(f"aten.{name}.default")
+    def forward(ctx, x, output_size, align_corners, *scales):
+        return _forward(resize(align_corners), ctx, x, scales)
+
+    @register(f"aten.{name}.vec")
+    def forward_vec(ctx, x, output_size, align_corners, scale_factors):
+        return _forward(resize(align_corners), ctx, x, scale_factors or () if output_size is None else ())
+
+    @register(f"aten.{name}_backward.default")
+    def backward(ctx, grad, output_size, input_size, align_corners, *scales):
+        return _backward(resize(align_corners), ctx, grad, scales)
+
+
+for _spatial in (1, 2, 3):
+    _register_nearest(f"upsample_nearest{_spatial}d", _nearest)
+    _register_nearest(f"_upsample_nearest_exact{_spatial}d", _nearest_exact)
+for _name in ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"):
+    _register_linear(_name)

@@ -1,0 +1,280 @@
+"""Checkpoints: sharded, atomic, and loadable into any other mesh and layout.
+
+Why safetensors and not orbax: a checkpoint is a few plain files that other tools can open, there is no pickle and no
+further dependency, and the code that has to be right when a machine dies is short enough to read. Every process
+writes the shards that lie on its own devices (one replica of each), block by block, so no host ever holds the whole
+model; loading reads for each device the slices that it needs. Shapes are the model's own, without padding.
+
+Saving is atomic: new data files get fresh names beside the old ones and are flushed to disk; then the manifest is
+replaced by a rename, which is the moment when the new checkpoint exists; then the old data files are removed. An error or a crash at
+any moment leaves the old checkpoint or the new one, and what it leaves over is removed by the next save. In a run of several
+processes the directory must be on a file system that they share.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from graphacc.errors import CheckpointError
+from graphacc.lowering.dtypes import to_jax, to_torch
+from graphacc.runtime import checkpoint_files as files
+from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
+from graphacc.runtime.exchange import numpy_view, place, torch_view
+from graphacc.runtime.layout import Item, bounds, extent, sharding, stored_shape
+
+Saved = torch.Tensor | tuple[jax.Array, Item]
+"""A tensor on the host (the same in every process), or an array on the devices with its layout."""
+
+
+def save(
+    directory: str | os.PathLike, tensors: Mapping[str, Saved], metadata: Mapping, *, aliases: Mapping[str, str] | None = None
+) -> None:
+    """Write a checkpoint, at once or not at all; every process of the run calls this.
+
+    Args:
+        directory: made if it does not exist; a checkpoint in it is replaced.
+        tensors: by name; a tied tensor once.
+        metadata: anything that JSON can hold.
+        aliases: the other names of tied tensors -> the name in `tensors`; loading knows both.
+
+    Raises:
+        CheckpointError: the directory holds something else, or the metadata is no JSON. Nothing is written then.
+        OSError: the disk is full or gone; the checkpoint that was there before is untouched.
+    """
+    directory = pathlib.Path(directory)
+    metadata = _plain(metadata)
+    blocks = [block for name, value in tensors.items() for block in _blocks(name, value)]
+    _prepare(directory)
+    token = _shared_token()
+    path = directory / f"data-{token}-{jax.process_index():05d}.safetensors"
+    try:
+        pieces = _gather(directory, token, list(files.write_blocks(path, blocks)))
+        if jax.process_index() == 0:
+            manifest = _manifest(directory, tensors, pieces, metadata, dict(aliases or {}))
+            files.commit(directory, manifest)
+    except BaseException:
+        _discard(directory, path)
+        raise
+    if jax.process_index() == 0:
+        files.remove_files(path for path in _own_files(directory) if path.name not in manifest.files)
+    _barrier(f"graphacc-saved-{token}")
+
+
+def load(
+    directory: str | os.PathLike, wanted: Mapping[str, Item], mesh: Mesh, *, ignore_extra: Sequence[str] = ()
+) -> dict[str, jax.Array]:
+    """Read tensors into the layout that each item describes; every device's host reads only what the device needs.
+
+    Args:
+        wanted: name -> shape, dtype and layout.
+        ignore_extra: prefixes of names that the checkpoint may hold without their being wanted.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is truncated or damaged, or it is of another model: then all missing and
+            unexpected names and all unequal shapes and dtypes are listed.
+    """
+    reader = _open(directory, {name: (item.shape, item.dtype) for name, item in wanted.items()}, ignore_extra)
+    return {name: _load_one(reader, name, item, mesh) for name, item in wanted.items()}
+
+
+def load_host(
+    directory: str | os.PathLike, wanted: Mapping[str, torch.Tensor], *, ignore_extra: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Read whole tensors to the host; `wanted` gives their shapes and dtypes (meta tensors will do). Otherwise as `load`."""
+    reader = _open(directory, {name: (tuple(value.shape), value.dtype) for name, value in wanted.items()}, ignore_extra)
+    return {name: torch_view(reader.read(name, _whole(value.shape))) for name, value in wanted.items()}
+
+
+def read_metadata(directory: str | os.PathLike) -> dict:
+    """The metadata of a checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is truncated or damaged.
+    """
+    return read_manifest(pathlib.Path(directory)).metadata
+
+
+def read_index(directory: str | os.PathLike) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> global shape and dtype of every tensor in a checkpoint, without aliases; raises as `read_metadata`."""
+    entries = read_manifest(pathlib.Path(directory)).tensors
+    return {name: (entry.shape, to_torch(files.DTYPES[entry.dtype])) for name, entry in entries.items()}
+
+
+# ---- saving
+
+
+def _plain(metadata: Mapping) -> dict:
+    try:
+        return json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's metadata cannot be written as JSON ({error}): use numbers that are finite, text, lists and dicts") from None
+
+
+def _prepare(directory: pathlib.Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file: choose a directory for the checkpoint")
+    directory.mkdir(parents=True, exist_ok=True)
+    own = {files.MANIFEST, *(path.name for path in _own_files(directory))}
+    present = sorted(path.name for path in directory.iterdir())
+    if files.is_checkpoint(directory) or own.issuperset(present) and files.MANIFEST not in present:
+        files.sync_directory(directory.parent)
+        return
+    raise CheckpointError(f"{directory} is no checkpoint but holds {', '.join(present[:5])}: choose an empty or new directory")
+
+
+def _discard(directory: pathlib.Path, path: pathlib.Path) -> None:
+    """Remove what a save that failed has written, unless it failed after its commit."""
+    manifest = directory / files.MANIFEST
+    if not manifest.exists() or path.name not in manifest.read_text(encoding="utf-8"):
+        files.remove_files([path, directory / f"{files.MANIFEST}.new"])
+
+
+def _own_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files of this and of earlier saves, besides the manifest."""
+    return [path for pattern in ("data-*.safetensors", "pieces-*.json", f"{files.MANIFEST}.new") for path in directory.glob(pattern)]
+
+
+def _blocks(name: str, value: Saved) -> list[Block]:
+    """The blocks of a tensor that this process writes."""
+    if isinstance(value, torch.Tensor):
+        shape, dtype = tuple(value.shape), _saved_dtype(name, value.dtype)
+        return [Block(name, dtype, _whole(shape), True, lambda: numpy_view(value))] if jax.process_index() == 0 else []
+    array, item = value
+    blocks = []
+    for shard in array.addressable_shards:
+        index = bounds(shard.index, item.shape)
+        if shard.replica_id == 0 and all(part.stop > part.start for part in index):
+            whole = extent(index) == item.shape
+            blocks.append(Block(name, _saved_dtype(name, item.dtype), index, whole, lambda data=shard.data, index=index: _inside(data, index)))
+    return blocks
+
+
+def _inside(data: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
+    """A shard's values without its padding."""
+    return np.asarray(data)[tuple(slice(0, size) for size in extent(index))]
+
+
+def _saved_dtype(name: str, dtype: torch.dtype) -> np.dtype:
+    found = to_jax(dtype)
+    if found not in files.NAMES:
+        raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot hold: known are {', '.join(files.NAMES.values())}")
+    return found
+
+
+def _gather(directory: pathlib.Path, token: str, written: list[tuple[str, Piece]]) -> list[tuple[str, Piece]]:
+    """The pieces that all processes wrote; complete in process 0 alone."""
+    if jax.process_count() == 1:
+        return written
+    path = directory / f"pieces-{token}-{jax.process_index():05d}.json"
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump([(name, dataclasses.asdict(piece)) for name, piece in written], file)
+        files.flush(file)
+    _barrier(f"graphacc-written-{token}")
+    if jax.process_index() != 0:
+        return written
+    found = []
+    for part in sorted(directory.glob(f"pieces-{token}-*.json")):
+        for name, fields in json.loads(part.read_text(encoding="utf-8")):
+            found.append((name, Piece(**fields | {"start": tuple(fields["start"]), "shape": tuple(fields["shape"])})))
+    return found
+
+
+def _manifest(directory: pathlib.Path, tensors: Mapping[str, Saved], pieces: list[tuple[str, Piece]], metadata: dict, aliases: dict) -> Manifest:
+    by_name: dict[str, list[Piece]] = collections.defaultdict(list)
+    for name, piece in pieces:
+        by_name[name].append(piece)
+    entries = {}
+    for name, value in tensors.items():
+        like = value if isinstance(value, torch.Tensor) else value[1]
+        entries[name] = Entry(shape=tuple(like.shape), dtype=files.NAMES[to_jax(like.dtype)], pieces=tuple(by_name[name]))
+    names = sorted({piece.file for _, piece in pieces})
+    return Manifest(tensors=entries, aliases=aliases, files={name: (directory / name).stat().st_size for name in names}, metadata=metadata)
+
+
+def _shared_token() -> str:
+    """A name for this save, fresh and the same in every process."""
+    number = secrets.randbits(31)
+    if jax.process_count() > 1:
+        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return f"{number:08x}"
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+# ---- loading
+
+
+def _open(directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: Sequence[str]) -> Reader:
+    directory = pathlib.Path(directory)
+    reader = Reader(directory, read_manifest(directory))
+    problems = list(_differences(reader, wanted, tuple(ignore_extra)))
+    if problems:
+        raise CheckpointError(_other_model(directory, problems))
+    return reader
+
+
+def _differences(reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: tuple[str, ...]) -> Iterable[str]:
+    manifest, used = reader.manifest, set()
+    for name, (shape, dtype) in wanted.items():
+        first = manifest.aliases.get(name, name)
+        if first not in manifest.tensors:
+            yield f"missing: {name} {dtype}{list(shape)}"
+            continue
+        used.add(first)
+        entry = manifest.tensors[first]
+        found = to_torch(files.DTYPES[entry.dtype])
+        if (entry.shape, found) != (shape, dtype):
+            yield f"different: {name} is {found}{list(entry.shape)} in the checkpoint, {dtype}{list(shape)} here"
+    for name, entry in manifest.tensors.items():
+        if name not in used and not (ignore_extra and name.startswith(ignore_extra)):
+            yield f"unexpected: {name} {to_torch(files.DTYPES[entry.dtype])}{list(entry.shape)}"
+
+
+def _other_model(directory: pathlib.Path, problems: list[str], shown: int = 40) -> str:
+    lines = [f"the checkpoint at {directory} is of another model or optimizer; {len(problems)} differences:"]
+    lines += [f"  {problem}" for problem in problems[:shown]]
+    if len(problems) > shown:
+        lines.append(f"  ... and {len(problems) - shown} more")
+    lines.append("Build the model and the optimizer with the settings that the checkpoint was saved with, or load another checkpoint.")
+    return "\n".join(lines)
+
+
+def _load_one(reader: Reader, name: str, item: Item, mesh: Mesh) -> jax.Array:
+    padded = stored_shape(item)
+    known: dict[tuple, np.ndarray] = {}
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        outer = bounds(index, padded)
+        key = tuple((part.start, part.stop) for part in outer)
+        if key not in known:
+            known[key] = _padded_block(reader, name, item, outer)
+        return known[key]
+
+    return place(padded, sharding(item, mesh), block, copy=True)
+
+
+def _padded_block(reader: Reader, name: str, item: Item, outer: tuple[slice, ...]) -> np.ndarray:
+    inside = bounds(outer, item.shape)
+    values = reader.read(name, inside)
+    if extent(inside) == extent(outer):
+        return values
+    result = np.zeros(extent(outer), values.dtype)
+    result[tuple(slice(0, size) for size in extent(inside))] = values
+    return result
+
+
+def _whole(shape: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)

@@ -1,0 +1,122 @@
+"""A directory of compiled programs that later processes load instead of compiling again.
+
+JAX makes the keys (program, options, versions, devices) and serialises the executables; this module stores the bytes.
+JAX's own store writes files in place and never replaces one, so that an interrupted write would stay behind as a broken
+entry. Here an entry appears by a rename, carries a checksum, and a damaged one is dropped and compiled again. Nothing that goes
+wrong with a cache stops a run. The oldest entries go when the directory grows over its limit.
+
+Loading an entry runs machine code from it: keep the directory as private as your programs.
+"""
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import tempfile
+
+log = logging.getLogger("graphacc")
+
+_MAGIC = b"graphacc-xla-1\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+DEFAULT_LIMIT_BYTES = 4 * 2**30
+
+
+def default_directory() -> pathlib.Path:
+    """``~/.cache/graphacc/xla``, or below XDG_CACHE_HOME."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base, "graphacc", "xla")
+
+
+class CompileCache:
+    """The store of one compilation: what JAX's persistent cache reads from and writes to."""
+
+    def __init__(self, directory: str | os.PathLike, *, limit_bytes: int = DEFAULT_LIMIT_BYTES):
+        self._path = pathlib.Path(directory)  # JAX's log messages read this name
+        self.limit_bytes = limit_bytes
+        self.hit = False  # the executable came from the directory
+
+    def get(self, key: str) -> bytes | None:
+        entry = self._entry(key)
+        try:
+            content = entry.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("graphacc: compile cache entry %s cannot be read (%s); compiling", entry, error)
+            return None
+        value = _unpack(content)
+        if value is None:
+            log.warning("graphacc: compile cache entry %s is damaged; compiling again", entry)
+            return None
+        self.hit = True
+        _touch(entry)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Called when the program had to be compiled, also where an entry was found but could not be loaded."""
+        self.hit = False
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            _write(self._entry(key), _pack(value))
+            _evict(self._path, self.limit_bytes)
+        except OSError as error:
+            log.warning("graphacc: compile cache %s cannot be written (%s)", self._path, error)
+
+    def _entry(self, key: str) -> pathlib.Path:
+        return self._path / f"{hashlib.sha256(f'{key} {_host()}'.encode()).hexdigest()}.xla"
+
+
+def _pack(value: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(value).digest() + value
+
+
+def _unpack(content: bytes) -> bytes | None:
+    start = len(_MAGIC) + _DIGEST_BYTES
+    value = content[start:]
+    return value if content[:start] == _MAGIC + hashlib.sha256(value).digest() else None
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _touch(path: pathlib.Path) -> None:
+    try:
+        os.utime(path)
+    except OSError:
+        pass  # a read-only directory: its entries keep their age
+
+
+def _evict(directory: pathlib.Path, limit_bytes: int) -> None:
+    """Remove the entries unused for longest until the rest fits the limit."""
+    entries = []
+    for path in directory.glob("*.xla"):
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # another process removed it
+            continue
+        entries.append((found.st_mtime_ns, found.st_size, path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries, key=lambda entry: entry[0]):
+        if total <= limit_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _host() -> str:
+    """What code for this machine's CPU may use: a home directory can be shared by unequal machines."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = platform.processor()
+    return f"{platform.system()} {platform.machine()} {' '.join(sorted(flags.split()))}"

@@ -1,0 +1,106 @@
+"""The devices that JAX offers, virtual ones on CPU, and the mesh that a strategy spreads over them."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from graphacc._compat.jax_ import accelerator_present, backend_started
+from graphacc.errors import StrategyError
+from graphacc.strategy.spec import Strategy
+
+
+def default_platform() -> str:
+    """The platform that JAX will use: "cpu", "gpu" or "tpu". Does not start a backend where it can be told without."""
+    if backend_started():
+        return jax.default_backend()
+    chosen = (jax.config.jax_platforms or "").split(",")[0]
+    if chosen == "cpu" or (not chosen and not accelerator_present()):
+        return "cpu"
+    return jax.default_backend()
+
+
+def available_devices() -> int:
+    """The number of devices that there are; starts JAX's backend."""
+    return len(jax.devices())
+
+
+def select_devices(num_devices: int | None = None, platform: str | None = None) -> list[jax.Device]:
+    """The first `num_devices` devices.
+
+    On CPU the devices are virtual: if JAX has not started yet, it is set up to make as many as are asked for.
+
+    Args:
+        num_devices: how many; None for all that there are.
+        platform: "cpu", "gpu" or "tpu"; None for JAX's default.
+
+    Raises:
+        StrategyError: there are fewer; the message says how to get more.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise StrategyError(f"devices={num_devices} must be at least 1")
+    started = backend_started()
+    if num_devices is not None and not started and not jax.distributed.is_initialized():
+        jax.config.update("jax_num_cpu_devices", max(num_devices, _configured_cpu_devices()))
+    devices = jax.devices(platform)
+    if num_devices is None:
+        return devices
+    if len(devices) < num_devices:
+        raise StrategyError(_too_few(num_devices, devices, started))
+    return devices[:num_devices]
+
+
+def _configured_cpu_devices() -> int:
+    """The number of virtual CPU devices that the user has set for JAX already; 0 if none."""
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.jax_num_cpu_devices, int(found[-1]) if found else 0)
+
+
+def _too_few(wanted: int, devices: Sequence[jax.Device], started: bool) -> str:
+    platform = devices[0].platform
+    message = f"{wanted} devices are wanted, JAX has {len(devices)} on {platform}"
+    if platform != "cpu":
+        return f"{message}: set devices={len(devices)} or less, or run on CPU with JAX_PLATFORMS=cpu"
+    if not started:
+        return f"{message}: in a run of several processes, start each with jax_num_cpu_devices set to its share"
+    return (
+        f"{message}. Virtual CPU devices can only be made before JAX is first used in the process, and it has been used: call "
+        f"graphacc.compile before the first use of jax, or start with XLA_FLAGS=--xla_force_host_platform_device_count={wanted}, or with "
+        f'jax.config.update("jax_num_cpu_devices", {wanted})'
+    )
+
+
+def make_mesh(strategy: Strategy, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of a strategy: its axes outermost first, without those of size 1 (one device: an axis ``dp`` of size 1).
+
+    Raises:
+        StrategyError: the strategy needs another number of devices; lists the choices of dp and fsdp that would fit.
+    """
+    if strategy.num_devices != len(devices):
+        raise StrategyError(_misfit(strategy, len(devices)))
+    axes = strategy.mesh or {"dp": 1}
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def _misfit(strategy: Strategy, num_devices: int) -> str:
+    sizes = " * ".join(f"{axis}={size}" for axis, size in strategy.mesh.items()) or "one device"
+    message = f"the strategy needs {strategy.num_devices} devices ({sizes}), but there are {num_devices}: set devices={strategy.num_devices}"
+    others = math.prod(size for axis, size in strategy.mesh.items() if axis not in ("dp", "fsdp"))
+    if num_devices % others:
+        return f"{message}, or change {' * '.join(a for a in strategy.mesh if a not in ('dp', 'fsdp'))} to a divisor of {num_devices}"
+    rest = num_devices // others
+    fits = ", ".join(_pair(dp, rest // dp) for dp in range(1, rest + 1) if rest % dp == 0)
+    return f"{message}, or make the sizes multiply to {num_devices}: {fits}"
+
+
+def _pair(dp: int, fsdp: int) -> str:
+    """
+    Examples:
+        >>> _pair(2, 4)
+        'dp=2 fsdp=4'
+    """
+    parts = [f"{name}={size}" for name, size in (("dp", dp), ("fsdp", fsdp)) if size > 1]
+    return " ".join(parts) or "dp=1 fsdp=1"

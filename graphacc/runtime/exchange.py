@@ -1,0 +1,122 @@
+"""Between torch tensors on the host and padded, sharded arrays on the devices.
+
+Both directions copy once. JAX on CPU takes host memory over without a copy where it is aligned (``may_alias=False`` does not
+prevent that), and steps run asynchronously; an array that shares memory with the user's tensor would change when
+the user writes into the tensor, also while a step runs. So `to_device` returns when the copy is made, unless the
+caller promises that nobody writes. Padding is added on the host; nothing is compiled for a new shape.
+"""
+
+from collections.abc import Callable
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from graphacc._compat.jax_ import x64
+from graphacc.errors import GraphError
+from graphacc.runtime.layout import Item, bounds, extent, sharding, stored_shape
+
+_VIEWS = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+}
+"""Dtypes that torch cannot hand to numpy: the dtype of equal size that it can, and what numpy then views it as."""
+
+
+def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True) -> jax.Array:
+    """A global tensor as the padded, sharded array of `item`.
+
+    Args:
+        tensor: of the item's global shape and dtype, on any torch device.
+        copy: False allows the array to share the tensor's memory: only for a tensor that nobody writes into while the array lives.
+
+    Raises:
+        GraphError: the tensor has another shape or dtype than the item.
+    """
+    if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
+        raise GraphError(
+            f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, got {tensor.dtype}{list(tensor.shape)}"
+        )
+    host = _pad(numpy_view(tensor), stored_shape(item))
+    return place(host.shape, sharding(item, mesh), host.__getitem__, copy=copy)
+
+
+def place(shape: tuple[int, ...], layout: NamedSharding, block: Callable, *, copy: bool) -> jax.Array:
+    """The array whose blocks on this process's devices are ``block(index)``, numpy arrays.
+
+    Args:
+        copy: the array gets memory of its own, which a program can also overwrite in place when the array is donated;
+            returns when the blocks may be written again.
+    """
+    with x64():
+        array = jax.make_array_from_callback(shape, layout, lambda index: np.asarray(block(index)))
+        if not copy:
+            return array
+        if layout.mesh.devices.flat[0].platform == "cpu":
+            array = jax.device_put(array, layout, may_alias=False)
+    return array.block_until_ready()
+
+
+def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor:
+    """The global tensor of an item's array on the host, without padding; waits for the array.
+
+    Args:
+        copy: False allows the tensor to share the array's memory, if one CPU device holds all of it: only for an array that is
+            neither donated nor read by a program after the caller writes into the tensor.
+    """
+    if not copy and _is_whole(array, item):
+        return torch.from_dlpack(array.addressable_shards[0].data)
+    result = torch.empty(item.shape, dtype=item.dtype)
+    host = numpy_view(result)
+    for index, block in _blocks(array).items():
+        inside = bounds(tuple(slice(*part) for part in index), item.shape)
+        host[inside] = np.asarray(block)[tuple(slice(0, size) for size in extent(inside))]
+    return result
+
+
+def numpy_view(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values as a numpy array, sharing its memory if it is an ordinary CPU tensor."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype not in _VIEWS:
+        return tensor.numpy()
+    carrier, dtype = _VIEWS[tensor.dtype]
+    return tensor.view(carrier).numpy().view(dtype)
+
+
+def torch_view(array: np.ndarray) -> torch.Tensor:
+    """A numpy array's values as a tensor that shares its memory; the array must be writable."""
+    for dtype, (carrier, view) in _VIEWS.items():
+        if array.dtype == view:
+            return torch.from_numpy(array.view(np.uint8 if carrier == torch.uint8 else np.int16)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def _pad(host: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if host.shape == shape:
+        return host
+    padded = np.zeros(shape, host.dtype)
+    padded[tuple(slice(0, size) for size in host.shape)] = host
+    return padded
+
+
+def _blocks(array: jax.Array) -> dict[tuple, jax.Array | np.ndarray]:
+    """Index ((start, stop), ...) -> block, each once, together the whole array."""
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        whole = multihost_utils.process_allgather(array, tiled=True)
+        return {tuple((0, size) for size in array.shape): whole}
+    found = {}
+    for shard in array.addressable_shards:
+        key = tuple((part.start, part.stop) for part in bounds(shard.index, array.shape))
+        if key not in found:
+            shard.data.copy_to_host_async()
+            found[key] = shard.data
+    return found
+
+
+def _is_whole(array: jax.Array, item: Item) -> bool:
+    dlpack_knows = not (item.dtype.is_floating_point and item.dtype.itemsize == 1)
+    return len(array.sharding.device_set) == 1 and array.shape == item.shape and array.platform() == "cpu" and dlpack_knows

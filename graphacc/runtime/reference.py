@@ -1,0 +1,185 @@
+"""Run a partitioned StepGraph in plain ``torch.distributed`` processes over Gloo: no XLA, no JAX.
+
+The graph's collectives are torch's own functional ones with a mesh axis as the group name. So each process interprets
+the graph as it stands, with one process group per line of ranks along every axis, registered under the axis's name.
+"""
+
+import datetime
+import importlib
+import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx
+from torch import Tensor
+
+import graphacc.ops  # noqa: F401  (registers the operators)
+from graphacc._compat.torch_ import defining_module, register_group, unregister_group
+from graphacc.errors import GraphAccError
+from graphacc.graph import Shard, StepGraph
+
+Coordinates = dict[str, int]  # axis -> a rank's place on it
+
+
+def run_reference(step: StepGraph, mesh: Mapping[str, int], inputs: Sequence[Tensor], *, timeout_seconds: float = 120.0) -> list[Tensor]:
+    """Run `step` once in ``prod(mesh.values())`` processes.
+
+    Args:
+        step: a graph that is local along every axis of `mesh`.
+        mesh: axis -> number of ranks, outermost first.
+        inputs: global tensors in the order of ``step.inputs``, on the CPU.
+        timeout_seconds: for the whole run, start of the processes included.
+
+    Returns:
+        Global outputs in the order of ``step.outputs``.
+
+    Raises:
+        GraphAccError: a process failed (its traceback is in the message) or the time is up.
+    """
+    blocks = [[block(x, item.shards, at) for x, item in zip(inputs, step.inputs, strict=True)] for at in coordinates(mesh)]
+    program = {"module": step.module, "imports": _defining_modules(step.graph), "mesh": dict(mesh)}
+    results = _run_processes(program, blocks, timeout_seconds)
+    return [join([result[i] for result in results], item.shape, item.shards, mesh) for i, item in enumerate(step.outputs)]
+
+
+def coordinates(mesh: Mapping[str, int]) -> Iterator[Coordinates]:
+    """The place of every rank on every axis, in the order of ranks: the first axis varies slowest."""
+    for place in itertools.product(*(range(size) for size in mesh.values())):
+        yield dict(zip(mesh, place))
+
+
+def block(x: Tensor, shards: Sequence[Shard], at: Coordinates) -> Tensor:
+    """The part of global tensor `x` that the rank at `at` holds, padded with zeros where a dim does not divide."""
+    for shard in shards:
+        size = -(-x.shape[shard.dim] // shard.size)
+        behind = x.dim() - 1 - shard.dim
+        padded = torch.nn.functional.pad(x, [0, 0] * behind + [0, size * shard.size - x.shape[shard.dim]])
+        x = padded.narrow(shard.dim, at[shard.axis] * size, size)
+    return x.contiguous()
+
+
+def join(blocks: Sequence[Tensor], shape: Sequence[int], shards: Sequence[Shard], mesh: Mapping[str, int]) -> Tensor:
+    """The global tensor of `shape` out of every rank's block, in the order of ranks; the inverse of `block`."""
+    by_place = {tuple(at.values()): part for at, part in zip(coordinates(mesh), blocks, strict=True)}
+    return _join(by_place, dict.fromkeys(mesh, 0), tuple(shape), tuple(shards))
+
+
+def _join(blocks: Mapping[tuple[int, ...], Tensor], at: Coordinates, shape: tuple[int, ...], shards: tuple[Shard, ...]) -> Tensor:
+    if not shards:
+        return blocks[tuple(at.values())]
+    first, *rest = shards
+    inner = list(shape)
+    inner[first.dim] = -(-shape[first.dim] // first.size)
+    parts = [_join(blocks, {**at, first.axis: i}, tuple(inner), tuple(rest)) for i in range(first.size)]
+    return torch.cat(parts, first.dim).narrow(first.dim, 0, shape[first.dim])
+
+
+def _defining_modules(graph: torch.fx.Graph) -> list[str]:
+    """The Python modules that register the graph's custom operators."""
+    found = {defining_module(node.target) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return sorted(name for name in found if name is not None)
+
+
+def _run_processes(program: dict[str, Any], blocks: list[list[Tensor]], timeout_seconds: float) -> list[list[Tensor]]:
+    """Start one process per list of blocks and collect the results in the order of ranks."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in blocks]
+        workers = [
+            context.Process(target=_work, args=(rank, len(blocks), f"file://{folder}/rendezvous", timeout_seconds, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for (ours, theirs), inputs in zip(pipes, blocks):
+                theirs.close()
+                ours.send((program, [_pack(x) for x in inputs]))
+            return _collect([ours for ours, _ in pipes], timeout_seconds)
+        finally:
+            _stop(workers)
+
+
+def _collect(pipes: list[Any], timeout_seconds: float) -> list[list[Tensor]]:
+    """One result per pipe; the first failure that is reported ends the wait."""
+    results: dict[int, list[Tensor]] = {}
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_seconds)
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        left = (deadline - datetime.datetime.now()).total_seconds()
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(left, 0.0))
+        if not ready:
+            raise GraphAccError(f"ranks {sorted(waiting.values())} gave no result within {timeout_seconds} s: raise timeout_seconds if they are only slow")
+        for pipe in ready:
+            results[waiting[pipe]] = _receive(pipe, waiting[pipe])
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Any, rank: int) -> list[Tensor]:
+    try:
+        result, failure = pipe.recv()
+    except EOFError:
+        raise GraphAccError(f"the process of rank {rank} died without a message") from None
+    if failure is not None:
+        raise GraphAccError(f"the process of rank {rank} failed:\n{failure}")
+    return [_unpack(packed) for packed in result]
+
+
+def _pack(x: Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...]]:
+    """A tensor as bytes, which outlive the process that made them."""
+    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), x.dtype, tuple(x.shape)
+
+
+def _unpack(packed: tuple[bytes, torch.dtype, tuple[int, ...]]) -> Tensor:
+    data, dtype, shape = packed
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _stop(workers: list[Any]) -> None:
+    for worker in workers:
+        if worker.pid is not None:
+            worker.join(timeout=5)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+def _work(rank: int, num_ranks: int, rendezvous: str, timeout_seconds: float, pipe: Any) -> None:
+    """One process: interpret the program on this rank's blocks and send the result back."""
+    try:
+        program, packed = pipe.recv()
+        torch.set_num_threads(1)
+        for name in program["imports"]:
+            importlib.import_module(name)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
+        groups = _register_groups(program["mesh"], rank, timeout)
+        try:
+            with torch.no_grad():
+                outputs = torch.fx.Interpreter(program["module"]).run(*map(_unpack, packed))
+        finally:
+            for axis in groups:
+                unregister_group(axis)
+        pipe.send(([_pack(x) for x in outputs], None))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        raise
+
+
+def _register_groups(mesh: Mapping[str, int], rank: int, timeout: datetime.timedelta) -> list[str]:
+    """Register, under each axis's name, the group of ranks that differ from `rank` in that axis alone."""
+    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
+    for place, axis in enumerate(mesh):
+        for line in ranks.movedim(place, -1).reshape(-1, mesh[axis]).tolist():
+            group = dist.new_group(line, timeout=timeout)
+            if rank in line:
+                register_group(axis, group)
+    return list(mesh)

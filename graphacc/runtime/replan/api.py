@@ -1,0 +1,200 @@
+"""`replan`: memory planning of a compiled function, with XLA's own plan wherever ours is not certain."""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Mapping
+
+import jax
+
+from graphacc._compat import jax_ as compat
+from graphacc.runtime.replan.cache import PlanCache
+from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
+from graphacc.runtime.replan.planner import PlannedBytes, Solvers, plan_bytes
+
+MIN_TEMPORARY_BYTES = 1 << 20  # a smaller arena is not worth a plan
+MEMORY_SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+_logger = logging.getLogger("graphacc.replan")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplanResult:
+    """A compiled function with the best memory plan that is proved right."""
+
+    compiled: jax.stages.Compiled  # to run: a planned copy, or what was given
+    changed: bool  # whether it is a planned copy
+    reason: str  # why XLA's plan was kept; empty where it was not
+    temporary_before: int  # bytes of XLA's arena of temporaries
+    temporary_after: int
+    lower_bound: int  # bytes; no order and no addresses of these thunks need less. 0: unknown
+    seconds: float  # from reading to loading
+    schedule: str = "default"  # XLA's schedule that the plan starts from: "default" or "memory"
+    serialized: bytes | None = None  # the planned executable: a loaded one cannot be serialised again
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the bound proves that nothing better exists."""
+        return bool(self.lower_bound) and self.temporary_after <= self.lower_bound
+
+    def summary(self) -> str:
+        """One line for the user."""
+        mb = 1e6
+        line = f"temporary memory {self.temporary_before / mb:.1f} -> {self.temporary_after / mb:.1f} MB"
+        if self.lower_bound:
+            line += f" (lower bound {self.lower_bound / mb:.1f} MB)"
+        line += f" in {self.seconds:.1f} s"
+        return line if self.changed else f"{line}; XLA's plan kept: {self.reason}"
+
+
+def replan(
+    compiled: jax.stages.Compiled,
+    *,
+    seconds: float = 5.0,
+    threads: int = 1,
+    solvers: Solvers | None = None,
+    cache: PlanCache | None = None,
+    min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
+) -> ReplanResult:
+    """Plan the temporaries of a compiled function again: order of operations and addresses.
+
+    Results stay bit for bit the same: every rewrite is proved before it is loaded. Works on XLA:CPU, on one device or many (donated
+    inputs, `shard_map`, collectives). Anything that is not fully understood keeps XLA's plan, and is logged once.
+
+    Args:
+        compiled: from ``jax.jit(...).lower(...).compile()`` in this process.
+        seconds: budget of the solvers.
+        threads: for the solvers.
+        solvers: another planner core than `graphacc.passes.memory`.
+        cache: where plans are kept between processes.
+        min_temporary_bytes: arenas below this keep XLA's plan.
+
+    Returns:
+        The function to run, and the figures.
+    """
+    start = time.monotonic()
+    before = compiled.memory_analysis().temp_size_in_bytes if _is_cpu(compiled) else 0
+    kept = functools.partial(_kept, compiled, before, start)
+    reason = _reason_to_keep(compiled, before, min_temporary_bytes)
+    if reason:
+        return kept(reason, log=False)
+    try:
+        planned = _plan(compiled, seconds, threads, solvers, cache)
+        if planned.serialized is None:
+            return dataclasses.replace(kept("no lower plan was found", log=False), lower_bound=planned.lower_bound)
+        executable = compat.load_executable(planned.serialized, compiled)
+    except (NotUnderstood, VerificationError) as error:
+        return kept(str(error), log=True)
+    except RuntimeError as error:  # jaxlib's, when it refuses to serialise or to load
+        return kept(f"{type(error).__name__}: {error}", log=True)
+    return ReplanResult(
+        compiled=compat.with_executable(compiled, executable),
+        changed=True,
+        reason="",
+        temporary_before=planned.temporary_before,
+        temporary_after=planned.temporary_after,
+        lower_bound=planned.lower_bound,
+        seconds=time.monotonic() - start,
+        serialized=planned.serialized,
+    )
+
+
+def compile_and_replan(
+    lowered: jax.stages.Lowered,
+    *,
+    seconds: float = 5.0,
+    compiler_options: Mapping[str, str | bool | int] | None = None,
+    try_memory_schedule: bool = True,
+    **options,
+) -> ReplanResult:
+    """Compile with XLA's schedules that may help, plan each, and keep the lowest.
+
+    XLA:CPU's default schedule is made for concurrency; its memory-optimised one is often, not always, the better start.
+
+    Args:
+        lowered: from ``jax.jit(...).lower(...)``.
+        seconds: budget of the solvers, for all schedules together.
+        compiler_options: for every compilation.
+        try_memory_schedule: False compiles once, with XLA's default schedule.
+        **options: of `replan`.
+
+    Returns:
+        The best result; `temporary_before` is always that of XLA's default schedule.
+    """
+    start = time.monotonic()
+    given = dict(compiler_options or {})
+    compiled = lowered.compile(compiler_options=given or None)
+    tries = try_memory_schedule and _may_help(compiled, given, options.get("min_temporary_bytes", MIN_TEMPORARY_BYTES))
+    default = replan(compiled, seconds=seconds / 2 if tries else seconds, **options)
+    if not tries or default.is_optimal and default.temporary_after == 0:
+        return default
+    scheduled = lowered.compile(compiler_options={**given, **MEMORY_SCHEDULE})
+    memory = replan(scheduled, seconds=seconds / 2, **options)
+    best = default
+    if memory.temporary_after < default.temporary_after:
+        best = dataclasses.replace(memory, changed=True, schedule="memory", temporary_before=default.temporary_before)
+    return dataclasses.replace(best, seconds=time.monotonic() - start)
+
+
+def _plan(
+    compiled: jax.stages.Compiled, seconds: float, threads: int, solvers: Solvers | None, cache: PlanCache | None
+) -> PlannedBytes:
+    serialized = compat.loaded_executable(compiled).serialize()
+    options = f"seconds={seconds}"
+    found = cache.load(serialized, options) if cache else None
+    if found is None:
+        found = plan_bytes(
+            serialized, library=compat.xla_library(), solvers=solvers or _core_solvers(threads), seconds=seconds
+        )
+        if cache:
+            cache.store(serialized, options, found)
+    return found
+
+
+def _core_solvers(threads: int) -> Solvers:
+    from graphacc.runtime.replan.solvers import core_solvers  # OR-Tools is loaded when a plan is made, not before
+
+    return core_solvers(threads)
+
+
+def _is_cpu(compiled: jax.stages.Compiled) -> bool:
+    return compat.can_replace_executable(compiled) and compat.platform(compiled) == "cpu"
+
+
+def _reason_to_keep(compiled: jax.stages.Compiled, before: int, min_temporary_bytes: int) -> str:
+    if not compat.can_replace_executable(compiled):
+        return "the function was not compiled in this process"
+    if not _is_cpu(compiled):
+        return f"planning of executables for {compat.platform(compiled)} is not supported"
+    if compat.has_host_callbacks(compiled):
+        return "the program calls back into Python, and cannot be loaded from bytes"
+    if before < min_temporary_bytes:
+        return f"its {before} bytes of temporaries are below {min_temporary_bytes}"
+    return ""
+
+
+def _may_help(compiled: jax.stages.Compiled, given: dict, min_temporary_bytes: int) -> bool:
+    """Whether a second compilation is worth its time."""
+    if not _is_cpu(compiled) or "xla_cpu_scheduler_type" in given:
+        return False
+    return compiled.memory_analysis().temp_size_in_bytes >= min_temporary_bytes
+
+
+def _kept(compiled: jax.stages.Compiled, before: int, start: float, reason: str, *, log: bool) -> ReplanResult:
+    if log:
+        _log_once(reason)
+    return ReplanResult(
+        compiled=compiled,
+        changed=False,
+        reason=reason,
+        temporary_before=before,
+        temporary_after=before,
+        lower_bound=0,
+        seconds=time.monotonic() - start,
+    )
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    _logger.warning("XLA's memory plan is kept: %s", reason)

@@ -1,0 +1,115 @@
+"""From the bytes of an executable to the bytes of a planned one: read, understand, plan, write back, prove."""
+
+import dataclasses
+import os
+import time
+
+from graphacc.runtime.replan import cpu
+from graphacc.runtime.replan.addressing import Addresses, AddressSolver, Occupancy, find_addresses
+from graphacc.runtime.replan.envelope import open_envelope
+from graphacc.runtime.replan.errors import NotUnderstood
+from graphacc.runtime.replan.identity import Identity, check_executable
+from graphacc.runtime.replan.liveness import Liveness, Orders, find_overlap
+from graphacc.runtime.replan.model import Executable
+from graphacc.runtime.replan.ordering import Ordering, OrderSolver, find_orders
+from graphacc.runtime.replan.rewrite import rewrite
+from graphacc.runtime.replan.schema import Schema, read_schema
+from graphacc.runtime.replan.values import Values
+from graphacc.runtime.replan.verify import verify
+
+ORDER_SHARE = 0.6  # of the time budget; addresses get the rest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solvers:
+    """The planner core, as this adapter calls it."""
+
+    order: OrderSolver
+    addresses: AddressSolver
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedBytes:
+    """What planning a serialised executable gave."""
+
+    serialized: bytes | None  # the planned executable; None: XLA's plan is as good
+    temporary_before: int  # bytes of the arena
+    temporary_after: int
+    lower_bound: int  # bytes; no order and no addresses of these thunks need less
+    num_thunks: int
+    num_values: int
+    seconds: float
+
+
+def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float) -> PlannedBytes:
+    """Plan the memory of a serialised CPU executable again.
+
+    Args:
+        serialized: ``LoadedExecutable.serialize()``.
+        library: the shared library of XLA that wrote it, for its schema.
+        solvers: the planner core.
+        seconds: the solvers' budget; reading and proving come on top.
+
+    Raises:
+        NotUnderstood: something in the executable is unknown, or contradicts our model.
+        VerificationError: our rewrite is wrong.
+    """
+    start = time.monotonic()
+    schema = read_schema(library)
+    envelope = open_envelope(serialized)
+    executable = cpu.read(schema, envelope.executable)
+    values, identity, liveness = understand(executable)
+    ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds)
+    orders, addresses = _choose(values, liveness, ordering, solvers.addresses, (1 - ORDER_SHARE) * seconds)
+    before = executable.temporary.size
+    planned = None
+    if addresses.height < before:
+        rewrite(executable, values, identity, orders, addresses, cpu.reorder)
+        planned = cpu.write(executable)
+        prove(schema, envelope.executable, planned, orders)
+    after = min(before, addresses.height)
+    return PlannedBytes(
+        serialized=None if planned is None else envelope.with_executable(planned),
+        temporary_before=before,
+        temporary_after=after,
+        lower_bound=min(after, ordering.lower_bound),
+        num_thunks=len(executable.thunks),
+        num_values=len(values.all),
+        seconds=time.monotonic() - start,
+    )
+
+
+def understand(executable: Executable) -> tuple[Values, Identity, Liveness]:
+    """Values, their identity and their liveness, after checking that they explain XLA's own plan.
+
+    Raises:
+        NotUnderstood: there is nothing to plan, or the model contradicts the executable.
+    """
+    if executable.temporary is None:
+        raise NotUnderstood("the program has no temporaries")
+    check_executable(executable)
+    values = Values(executable)
+    if not values.all:
+        raise NotUnderstood("no thunk touches the program's temporaries")
+    liveness = Liveness(values, {})
+    overlap = find_overlap(values, liveness)
+    if overlap is not None:
+        a, b = (executable.thunks[value.thunks[0]].name for value in overlap)
+        raise NotUnderstood(f"our model contradicts XLA's plan: the values of {a!r} and {b!r} are live together and share bytes")
+    return values, Identity(values), liveness
+
+
+def prove(schema: Schema, original: bytes, planned: bytes, orders: Orders) -> None:
+    """Read both executables from their final bytes and verify the second against the first."""
+    verify(cpu.read(schema, original), cpu.read(schema, planned), orders, cpu.THUNK_SEQUENCES)
+
+
+def _choose(
+    values: Values, liveness: Liveness, ordering: Ordering, solve: AddressSolver, seconds: float
+) -> tuple[Orders, Addresses]:
+    """The lowest arena: with the new orders, or with XLA's where addresses alone do better."""
+    planned = find_addresses(values, Liveness(values, ordering.orders), solve, seconds / 2)
+    if not ordering.orders or planned.height <= Occupancy(values, liveness).max_live:
+        return ordering.orders, planned
+    unchanged = find_addresses(values, liveness, solve, seconds / 2)
+    return (ordering.orders, planned) if planned.height < unchanged.height else ({}, unchanged)

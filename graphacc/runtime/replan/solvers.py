@@ -1,0 +1,20 @@
+"""The planner core (`graphacc.passes.memory`) behind the two calls that this adapter makes."""
+
+from graphacc.passes.memory.addresses import solve_addresses
+from graphacc.passes.memory.order import solve_order
+from graphacc.passes.memory.problem import AddressProblem, Problem
+from graphacc.runtime.replan.ordering import SequenceOrder
+from graphacc.runtime.replan.planner import Solvers
+
+
+def core_solvers(threads: int) -> Solvers:
+    """The core with a number of threads."""
+
+    def order(problem: Problem, seconds: float) -> SequenceOrder:
+        plan = solve_order(problem, seconds=seconds, threads=threads)
+        return SequenceOrder(order=plan.order, peak=plan.peak, lower_bound=plan.lower_bound)
+
+    def addresses(problem: AddressProblem, seconds: float) -> tuple[int, ...]:
+        return solve_addresses(problem, seconds=seconds, threads=threads).offsets
+
+    return Solvers(order=order, addresses=addresses)

@@ -1,0 +1,75 @@
+"""The values that stay on the devices between programs: parameters, buffers, optimizer state, gradients."""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from graphacc._compat.jax_ import x64
+from graphacc.graph import Kind, local_shape
+from graphacc.runtime.layout import Item, dtype_of, sharding, stored_shape
+
+Key = tuple[Kind, str]  # kind and target
+
+
+class TrainState:
+    """Arrays by kind and target, each with the item that describes its layout."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._values: dict[Key, tuple[jax.Array, Item]] = {}
+
+    def set(self, item: Item, array: jax.Array) -> None:
+        """Keep an array as the value of the item's kind and target."""
+        expected = (stored_shape(item), dtype_of(item))
+        assert (array.shape, array.dtype) == expected, f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
+        self._values[item.kind, item.target] = (array, item)
+
+    def get(self, item: Item) -> jax.Array:
+        """The value in the item's layout; where it was kept in another one, it is moved, and kept in the new one."""
+        array, kept = self.find(item.kind, item.target)
+        if kept.shards != item.shards:
+            array = relayout(array, kept, item, self.mesh)
+            self.set(item, array)
+        return array
+
+    def find(self, kind: Kind, target: str) -> tuple[jax.Array, Item]:
+        """A value and its layout as it is kept."""
+        assert (kind, target) in self._values, f"the state holds no {kind.value} {target!r}"
+        return self._values[kind, target]
+
+    def holds(self, kind: Kind, target: str) -> bool:
+        return (kind, target) in self._values
+
+    def discard(self, kind: Kind, target: str) -> None:
+        """Forget a value, if there is one; its memory is free when nothing else refers to it."""
+        self._values.pop((kind, target), None)
+
+    def keys(self) -> Iterator[Key]:
+        return iter(list(self._values))
+
+    def bytes_per_device(self, *kinds: Kind) -> int:
+        """Bytes on one device, padding included; of all kinds if none is named."""
+        items = (item for (kind, _), (_, item) in self._values.items() if not kinds or kind in kinds)
+        return sum(math.prod(local_shape(item.shape, item.shards)) * dtype_of(item).itemsize for item in items)
+
+
+def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
+    """An item's array in another layout, moved between the devices."""
+    assert (old.shape, old.dtype) == (new.shape, new.dtype), f"{old} and {new} are different tensors"
+    if stored_shape(old) == stored_shape(new):
+        return jax.device_put(array, sharding(new, mesh))
+    with x64():
+        return _repad(old.shape, stored_shape(new), sharding(new, mesh))(array)
+
+
+@functools.lru_cache(maxsize=256)
+def _repad(shape: tuple[int, ...], padded: tuple[int, ...], layout: jax.sharding.NamedSharding):
+    def repad(array: jax.Array) -> jax.Array:
+        inside = array[tuple(slice(0, size) for size in shape)]
+        return jnp.pad(inside, [(0, big - small) for big, small in zip(padded, shape)])
+
+    return jax.jit(repad, out_shardings=layout)

@@ -1,0 +1,132 @@
+"""Lower bounds on the peak of every order, by minimum cuts.
+
+While v runs, a downset S has run that holds all ancestors of v and neither v nor a descendant of v. So memory is then at
+least ``new(v) + workspace(v)`` plus the minimum of live(S) over those downsets. That minimum is a cut: S is the source's
+side, the precedences are arcs of infinite capacity, and a buffer is an arc of its size from its producer to a node of its
+own, with infinite arcs from there to all that touch it: it is cut exactly where it lives. The largest of these values over
+all v bounds the peak of every order, and the cut itself says what to run before v.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from graphacc.passes.memory.order.graph import OrderGraph
+
+_SOURCE, _SINK = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The least memory with which one operator can run."""
+
+    value: int  # bytes while it runs
+    before: frozenset[int]  # a downset to run before it that reaches this value
+
+
+class CutModel:
+    """Minimum cuts of one OrderGraph, with everything that does not depend on the operator prepared once."""
+
+    def __init__(self, graph: OrderGraph):
+        self.graph = graph
+        self.ancestors = _closure(graph.preds, range(graph.num_operators))
+        self.descendants = _closure(graph.succs, reversed(range(graph.num_operators)))
+        self._infinite = sum(graph.sizes) + 1
+        self._tails, self._heads, self._sizes = self._arcs()
+        self._num_nodes = 2 + graph.num_operators + len(graph.sizes)
+
+    def cut(self, v: int) -> Cut:
+        """The minimum over what may run before v of the memory while v runs."""
+        graph = self.graph
+        label = np.arange(self._num_nodes)
+        label[2:][_members(self.ancestors[v])] = _SOURCE
+        label[2:][_members(self.descendants[v] | 1 << v)] = _SINK
+        tails, heads = label[self._tails], label[self._heads]
+        kept = (tails != heads) & (tails != _SINK) & (heads != _SOURCE)
+        live, source_side = self._solve(tails[kept], heads[kept], self._sizes[kept])
+        before = source_side[(source_side >= 2) & (source_side < 2 + graph.num_operators)] - 2
+        return Cut(
+            value=graph.base + live + graph.new[v] + graph.workspace[v],
+            before=frozenset(before.tolist()) | frozenset(_members(self.ancestors[v]).tolist()),
+        )
+
+    def _arcs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Arcs of the whole graph: node 0 is the source, 1 the sink, 2.. the operators, then the buffers."""
+        graph, arcs = self.graph, []
+        for v, before in enumerate(graph.preds):
+            arcs.extend((v + 2, u + 2, self._infinite) for u in before)
+        first_buffer = 2 + graph.num_operators
+        for buffer, (size, producer, users) in enumerate(zip(graph.sizes, graph.producers, graph.accesses)):
+            tail = producer + 2 if producer >= 0 else _SOURCE
+            ends = [_SINK] if graph.lasting[buffer] else [v + 2 for v in users if v != producer]
+            if len(ends) == 1:
+                arcs.append((tail, ends[0], size))
+            elif ends:
+                arcs.append((tail, first_buffer + buffer, size))
+                arcs.extend((first_buffer + buffer, end, self._infinite) for end in ends)
+        columns = np.array(arcs, dtype=np.int64).reshape(-1, 3)
+        return columns[:, 0], columns[:, 1], columns[:, 2]
+
+    def _solve(self, tails: np.ndarray, heads: np.ndarray, sizes: np.ndarray) -> tuple[int, np.ndarray]:
+        """Minimum cut between node 0 and node 1: its value and the nodes of the source's side."""
+        nodes, numbered = np.unique(np.concatenate([[_SOURCE, _SINK], tails, heads]), return_inverse=True)
+        tails, heads = np.split(numbered[2:], 2)
+        flow = max_flow.SimpleMaxFlow()
+        flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), sizes)
+        if len(tails) == 0:
+            return 0, np.zeros(0, dtype=np.int64)
+        status = flow.solve(_SOURCE, _SINK)
+        if status != flow.OPTIMAL:
+            raise RuntimeError(f"SimpleMaxFlow ended with {status} on {len(nodes)} nodes and {len(tails)} arcs")
+        return flow.optimal_flow(), nodes[np.array(flow.get_source_side_min_cut(), dtype=np.int64)]
+
+
+def _closure(neighbours: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """For each operator all that can be reached, itself excluded, as the bits of an integer; `order` has neighbours first."""
+    reached = [0] * len(neighbours)
+    for v in order:
+        bits = 0
+        for u in neighbours[v]:
+            bits |= reached[u] | 1 << u
+        reached[v] = bits
+    return reached
+
+
+def _members(bits: int) -> np.ndarray:
+    """The positions of the bits that are set, ascending."""
+    data = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    return np.flatnonzero(np.unpackbits(data, bitorder="little"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeakBound:
+    """No order of the graph has a lower peak."""
+
+    value: int
+    operator: int | None  # whose cut proves it; None: what lives at the start or at the end
+    complete: bool  # no other operator's cut can raise it
+
+
+def peak_bound(model: CutModel, ceilings: Sequence[int], keep_going: Callable[[], bool]) -> PeakBound:
+    """The largest minimum cut over all operators.
+
+    Args:
+        model: the cuts of the graph.
+        ceilings: for each operator the least memory with which any known order runs it: its cut is no larger, so operators
+            whose ceiling is below the bound so far are left out.
+        keep_going: asked before every cut; False ends the search with the bound so far.
+    """
+    graph = model.graph
+    at_end = graph.base + sum(size for size, lasting in zip(graph.sizes, graph.lasting) if lasting)
+    value, operator = max(graph.start_bytes(), at_end), None
+    for v in sorted(range(graph.num_operators), key=lambda v: -ceilings[v]):
+        if ceilings[v] <= value:
+            break
+        if not keep_going():
+            return PeakBound(value=value, operator=operator, complete=False)
+        cut = model.cut(v).value
+        if cut > value:
+            value, operator = cut, v
+    return PeakBound(value=value, operator=operator, complete=True)

@@ -1,0 +1,95 @@
+"""Merges that no order can lose by: they make the graph smaller for the bound and for the searches.
+
+An operator u with one successor w, such that u never frees anything, may always be put off until right before w: between
+its old and its new place memory only falls, by what u creates. At its new place u needs ``live(X) + workspace(u)``, where
+X is the downset before w; w needs ``live(X) + new(w) + workspace(w)`` there. So u and w become one operator, without loss,
+where workspace(u) <= new(w) + workspace(w).
+
+u never frees anything where every buffer that it touches lives to the end or is touched by w too.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from graphacc.passes.memory.order.graph import OrderGraph, make_graph
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contraction:
+    """A smaller graph, and the operators of the larger one behind each of its operators."""
+
+    graph: OrderGraph
+    members: tuple[tuple[int, ...], ...]  # in the order in which they run
+
+    def expand(self, order: Sequence[int]) -> tuple[int, ...]:
+        """An order of the larger graph from one of the smaller."""
+        return tuple(v for merged in order for v in self.members[merged])
+
+    def shrink(self, order: Sequence[int]) -> tuple[int, ...]:
+        """An order of the smaller graph, of no larger peak, from one of the larger: every merged operator where its last member was."""
+        last = {members[-1]: merged for merged, members in enumerate(self.members)}
+        return tuple(last[v] for v in order if v in last)
+
+
+def contract(graph: OrderGraph) -> Contraction:
+    """Merge every operator that can be put off into its only successor. Operators must be numbered in a valid order."""
+    members = _groups(graph)
+    group = [0] * graph.num_operators
+    for index, merged in enumerate(members):
+        for v in merged:
+            group[v] = index
+    buffers = [
+        (size, producer if producer < 0 else group[producer], lasting, tuple(sorted({group[v] for v in users})))
+        for size, producer, lasting, users in zip(graph.sizes, graph.producers, graph.lasting, graph.accesses)
+    ]
+    buffers = [item for item in buffers if not _is_internal(item)]
+    preds = [sorted({group[u] for v in merged for u in graph.preds[v]} - {index}) for index, merged in enumerate(members)]
+    small = make_graph(graph.base, buffers, preds, [0] * len(members))
+    workspace = tuple(_hill(graph, merged) - new for merged, new in zip(members, small.new))
+    return Contraction(graph=dataclasses.replace(small, workspace=workspace), members=members)
+
+
+def _groups(graph: OrderGraph) -> tuple[tuple[int, ...], ...]:
+    """The operators that run together, each group in the order in which it runs."""
+    groups = {v: [v] for v in range(graph.num_operators)}
+    for u in range(graph.num_operators):
+        if not _never_frees(graph, u):
+            continue
+        group, (w,) = groups[u], graph.succs[u]
+        if _hill(graph, group) - _surviving(graph, group) <= _hill(graph, groups[w]):
+            groups[w] = groups.pop(u) + groups[w]
+    return tuple(map(tuple, groups.values()))
+
+
+def _never_frees(graph: OrderGraph, u: int) -> bool:
+    if len(graph.succs[u]) != 1:
+        return False
+    return all(graph.lasting[buffer] or graph.succs[u][0] in graph.accesses[buffer] for buffer in graph.touched[u])
+
+
+def _surviving(graph: OrderGraph, group: Sequence[int]) -> int:
+    """Bytes that the group creates and that outlive it."""
+    inside = set(group)
+    made = [buffer for v in group for buffer in graph.touched[v] if graph.producers[buffer] == v]
+    return sum(graph.sizes[b] for b in made if graph.lasting[b] or not inside.issuperset(graph.accesses[b]))
+
+
+def _hill(graph: OrderGraph, group: Sequence[int]) -> int:
+    """The most that memory rises above its level before the group while the group runs; its own buffers alone are freed inside."""
+    live = hill = 0
+    inside = set(group)
+    left = {buffer: len(graph.accesses[buffer]) for v in group for buffer in graph.touched[v]}
+    for v in group:
+        live += graph.new[v]
+        hill = max(hill, live + graph.workspace[v])
+        for buffer in graph.touched[v]:
+            left[buffer] -= 1
+            if not left[buffer] and not graph.lasting[buffer] and graph.producers[buffer] in inside:
+                live -= graph.sizes[buffer]
+    return hill
+
+
+def _is_internal(item: tuple[int, int, bool, tuple[int, ...]]) -> bool:
+    """Created and dead inside one operator: such a buffer is part of the workspace."""
+    _, producer, lasting, users = item
+    return producer >= 0 and not lasting and users == (producer,)

@@ -1,0 +1,95 @@
+"""Making one rank's part of a tensor that is created from a shape, instead of cutting it out of the whole.
+
+Covers constants, random numbers (a block's bits depend on its place in the global tensor alone) and element-wise
+operators and expansions of those: a dropout mask is drawn for the local samples only.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.fx
+
+from graphacc.passes.partition.choose import plan_for_result
+from graphacc.passes.partition.placement import REPLICATED, Split, view_split
+from graphacc.passes.partition.rules import Call, Dims, Plan, find_rule
+
+aten, random, prims = torch.ops.aten, torch.ops.graphacc, torch.ops.prims
+_FILLED = (
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+)
+_RANDOM = (random.random_uniform.default, random.random_bits.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.default)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_FILL_VALUE = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
+
+
+def is_zero(node: torch.fx.Node) -> bool:
+    """The value is zeros, by its making."""
+    while node.target in (*_VIEWS, aten.expand.default, aten.alias.default, aten.clone.default):
+        node = node.args[0]
+    if node.target in _FILL_VALUE:
+        return node.args[_FILL_VALUE[node.target]] == 0
+    return node.target in _ZEROS
+
+
+def creation_plan(node: torch.fx.Node, split: Split, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:
+    """How to make one rank's part of `node` afresh; None if it has to be cut out of the whole."""
+    if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+        return None
+    call = call_of(node)
+    plan = _plan(call, split)
+    if plan is None:
+        return None
+    for operand, required in zip(call.operands, plan.operands):
+        if isinstance(required, Split) and creation_plan(operand.node, required, call_of) is None:
+            return None
+    return plan
+
+
+def _plan(call: Call, split: Split) -> Plan | None:
+    target, shape = call.node.target, tuple(call.results[0].shape)
+    if target in _FILLED:
+        return Plan((None,) * len(call.operands), split, {"size": call.local(shape, split)})
+    if target in _RANDOM:
+        return _random_plan(call, split)
+    if target in _VIEWS:
+        inner = view_split(shape, split, call.shape("self"), call.num_ranks)
+        return None if inner is None else Plan((inner,), split, {"size": call.local(shape, split)})
+    found = find_rule(target)
+    dims = found(call) if found is not None and call.operands else None
+    if isinstance(dims, Dims) and (dims.pads or target in _EXPANDS) and all(operand.placement == REPLICATED for operand in call.operands):
+        return plan_for_result(call, dims, split)
+    return None
+
+
+def _random_plan(call: Call, split: Split) -> Plan | None:
+    """Draw the block only. A dim read as [outer, ranks, rest] is drawn with its outer part as a dim of its own."""
+    if split.padding:
+        return None
+    shape, local = list(call["size"]), call.local(call["size"], split)
+    whole, dim = list(call["global_size"]), split.dim
+    if split.outer == 1:
+        block, at = local, dim
+    elif call["start"] is None and shape[dim] == whole[dim]:
+        block = [*local[:dim], split.outer, local[dim] // split.outer, *local[dim + 1 :]]
+        whole = [*whole[:dim], split.outer, whole[dim] // split.outer, *whole[dim + 1 :]]
+        at = dim + 1
+    else:
+        return None
+
+    def emit(build, args, kwargs):
+        key, stream, _, _, start = args
+        offset = build.offset(len(block), at, block[at])
+        start = offset if start is None else build.call(aten.add.Tensor, start, offset)
+        drawn = build.call(call.node.target, key, stream, block, whole, start)
+        return drawn if block == local else build.call(aten.view.default, drawn, local)
+
+    return Plan((REPLICATED,) * len(call.operands), split, emit=emit)

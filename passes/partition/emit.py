@@ -1,0 +1,145 @@
+"""Writing the local graph: operator calls with fake values, collectives, and changes of placement."""
+
+import math
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphacc.passes.partition.placement import Split, local_shape, size_bytes
+from graphacc.passes.partition.report import Collective, PartitionReport
+
+aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
+_META = ("phase", "module_path", "stack_trace")
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+class Emitter:
+    """Appends nodes to the local graph. New nodes take phase, module and source line from `node`, the one in work."""
+
+    def __init__(self, axis: str, num_ranks: int):
+        self.axis = axis
+        self.num_ranks = num_ranks
+        self.graph = torch.fx.Graph()
+        self.node: torch.fx.Node = None  # of the unpartitioned graph; set by the driver before it emits
+        self.report = PartitionReport(axis=axis, num_ranks=num_ranks)
+        self._mode = FakeTensorMode()
+        self._index: torch.fx.Node | None = None
+        self._offsets: dict[tuple[int, ...], torch.fx.Node] = {}
+
+    def placeholder(self, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
+        self.node = node
+        new = self.graph.placeholder(node.name)
+        with self._mode:
+            value = torch.empty(shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
+        return self._finish(new, value)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """Append a call; its fake value is computed by running it on the fake values of its arguments."""
+        try:
+            value = self._run(target, args, kwargs)
+        except (RuntimeError, ValueError):
+            if target not in _VIEWS:
+                raise
+            # Other strides than before partitioning: a view that is none any more.
+            args = (self.call(aten.clone.default, args[0], memory_format=torch.contiguous_format), *args[1:])
+            value = self._run(target, args, kwargs)
+        name = self.node.name if target is self.node.target else None
+        return self._finish(self.graph.create_node("call_function", target, args, kwargs, name=name), value)
+
+    def _run(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with self._mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    def _finish(self, new: torch.fx.Node, value: Any) -> torch.fx.Node:
+        new.meta = {key: self.node.meta[key] for key in _META if key in self.node.meta}
+        new.meta["val"] = value
+        return new
+
+    # Collectives
+
+    def _collective(self, kind: str, size: int, target: Any, *args: Any) -> torch.fx.Node:
+        new = self.call(target, self._contiguous(args[0]), *args[1:])
+        self.report.collectives.append(Collective(kind, new.name, size, new.meta["phase"].value))
+        return self.call(collective.wait_tensor.default, new)
+
+    def all_reduce(self, x: torch.fx.Node, op: str) -> torch.fx.Node:
+        return self._collective("all_reduce", _size(x), collective.all_reduce.default, x, op, self.axis)
+
+    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...]) -> torch.fx.Node:
+        """The whole tensor, of global `shape`, out of every rank's part."""
+        gathered = self._collective("all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis)
+        if split.dim or split.outer > 1:
+            parts = _blocks(_shape(x), split)  # [before, outer, rest, after]
+            gathered = self.call(aten.view.default, gathered, [self.num_ranks, *parts])
+            gathered = self.call(aten.permute.default, gathered, [1, 2, 0, 3, 4])
+            whole = list(_shape(x))
+            whole[split.dim] *= self.num_ranks
+            gathered = self.call(aten.view.default, self._contiguous(gathered), whole)
+        if split.padding:
+            gathered = self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim])
+        return gathered
+
+    def reduce_scatter(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+        """This rank's part of the sum of all ranks' tensors."""
+        x = self.pad(x, split)
+        local = local_shape(_shape(x), Split(split.dim, split.outer), self.num_ranks)
+        if split.dim or split.outer > 1:
+            before, outer, rest, after = _blocks(local, split)
+            x = self.call(aten.view.default, self._contiguous(x), [before, outer, self.num_ranks, rest, after])
+            x = self._contiguous(self.call(aten.permute.default, x, [2, 0, 1, 3, 4]))
+            x = self.call(aten.view.default, x, [self.num_ranks * local[0], *local[1:]] if local else [self.num_ranks])
+        return self._collective("reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis)
+
+    # Parts of a replicated tensor
+
+    def shard(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+        return self.call(mesh.shard.default, self.pad(x, split), split.dim, split.outer, self.num_ranks, self.axis)
+
+    def pad(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+        """`x` with zeros behind the end of the split dim, as many as make it divide."""
+        if not split.padding:
+            return x
+        behind = len(_shape(x)) - 1 - split.dim
+        return self.call(aten.constant_pad_nd.default, x, [0, 0] * behind + [0, split.padding], 0)
+
+    def on_first_rank(self, x: torch.fx.Node) -> torch.fx.Node:
+        """`x` on rank 0 and zeros elsewhere: a partial sum."""
+        first = self.call(aten.eq.Scalar, self.axis_index(), 0)
+        return self.call(aten.where.self, first, x, self.call(aten.zeros_like.default, x))
+
+    def axis_index(self) -> torch.fx.Node:
+        if self._index is None:
+            self._index = self.call(mesh.axis_index.default, self.num_ranks, self.axis)
+        return self._index
+
+    def offset(self, rank: int, dim: int, size: int) -> torch.fx.Node:
+        """int64[rank]: where this rank's block of `size` elements along `dim` starts; 0 in the other dims."""
+        key = (rank, dim, size)
+        if key not in self._offsets:
+            start = self.call(aten.view.default, self.call(aten.mul.Scalar, self.axis_index(), size), [1])
+            self._offsets[key] = self.call(aten.constant_pad_nd.default, start, [dim, rank - 1 - dim], 0)
+        return self._offsets[key]
+
+    def _contiguous(self, x: torch.fx.Node) -> torch.fx.Node:
+        return x if x.meta["val"].is_contiguous() else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _shape(x: torch.fx.Node) -> tuple[int, ...]:
+    return tuple(x.meta["val"].shape)
+
+
+def _size(x: torch.fx.Node) -> int:
+    return size_bytes(_shape(x), x.meta["val"].dtype)
+
+
+def _blocks(local: tuple[int, ...], split: Split) -> tuple[int, int, int, int]:
+    """Sizes of a local shape read as [before, outer, rest, after] around the split dim."""
+    return (
+        math.prod(local[: split.dim]),
+        split.outer,
+        local[split.dim] // split.outer,
+        math.prod(local[split.dim + 1 :]),
+    )

@@ -1,0 +1,85 @@
+"""How the ranks of one mesh axis hold a tensor of the unpartitioned graph.
+
+`Split` is the placement inside a graph; `graphacc.graph.Shard` is the layout of one of its inputs or outputs, which
+knows neither `outer` nor padding sizes.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """Every rank holds the whole tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Dim `dim`, read as [outer, ranks, rest], is split over the ranks: a rank holds [outer, 1, rest], flattened.
+
+    ``outer`` > 1 arises where [T, B, C] with B split is flattened to [T * B, C]: T is then the outer part.
+    """
+
+    dim: int
+    outer: int = 1
+    padding: int = 0  # elements behind the end of the dim that make it divide; only with `outer` 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """The tensor is the element-wise `op` ("sum", "max" or "min") over what the ranks hold."""
+
+    op: str = "sum"
+
+
+Placement = Replicated | Split | Partial
+REPLICATED = Replicated()
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
+    """The shape that one rank holds of a tensor of `shape`."""
+    if not isinstance(placement, Split):
+        return tuple(shape)
+    local = list(shape)
+    padded = local[placement.dim] + placement.padding
+    assert padded % (placement.outer * num_ranks) == 0, f"{placement} does not divide {tuple(shape)} over {num_ranks} ranks"
+    local[placement.dim] = padded // num_ranks
+    return tuple(local)
+
+
+def divides(shape: tuple[int, ...], split: Split, num_ranks: int) -> bool:
+    size = shape[split.dim] + split.padding
+    return size > 0 and size % (split.outer * num_ranks) == 0
+
+
+def view_split(shape: tuple[int, ...], split: Split, new_shape: tuple[int, ...], num_ranks: int) -> Split | None:
+    """Where a split lies after a row-major reshape, or None if no single dim of `new_shape` holds it.
+
+    In row-major order a split tensor reads as [leading, ranks, trailing] with
+    ``leading = prod(shape[:dim]) * outer``. A dim of the new shape holds the same split if `leading` ends inside it and
+    the ranks fit behind: at most one dim does.
+
+    Examples:
+        >>> view_split((7, 4, 3), Split(1), (28, 3), 2)     # [T, B, C] -> [T * B, C]
+        Split(dim=0, outer=7, padding=0)
+        >>> view_split((28, 3), Split(0, 7), (7, 2, 2, 3), 2)
+        Split(dim=1, outer=1, padding=0)
+    """
+    if split.padding:
+        return None
+    leading = math.prod(shape[: split.dim]) * split.outer
+    prefix = 1
+    for dim, size in enumerate(new_shape):
+        outer, rest = divmod(leading, prefix)
+        if rest == 0 and size and size % (outer * num_ranks) == 0:
+            return Split(dim, outer)
+        prefix *= size
+        if not prefix or prefix > leading:
+            return None
+    return None
+
+
+def size_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

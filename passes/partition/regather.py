@@ -1,0 +1,101 @@
+"""ZeRO-3's second gather: backward reads parameters through ``graphacc::after``, never what forward made of them.
+
+Forward often saves a parameter for backward as a mere view, permutation or cast. Once parameters are split, that would
+keep the gathered tensor alive from forward to backward. So every such chain that backward reads is written again,
+on ``after(parameter, gradient)``: the partition then gathers a second time, not before that gradient exists, and no
+common-subexpression pass can merge the two.
+"""
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.passes.runner import Log
+
+aten = torch.ops.aten
+_CHAIN = (
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+)
+
+
+def separate_backward_reads(step: StepGraph, log: Log) -> StepGraph:
+    """Make backward read parameters of its own; an exact rewriting of the global graph."""
+    roots = _chains(step)
+    order = {node: i for i, node in enumerate(step.graph.nodes)}
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    last: torch.fx.Node | None = None  # the latest value of backward
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or node in roots:
+            continue
+        for operand in dict.fromkeys(node.all_input_nodes):
+            if operand in roots:
+                anchor = _anchor(node, roots, order) or last
+                if anchor is not None:
+                    node.replace_input_with(operand, _copy(step, operand, roots, anchor, node, copies))
+                    log.rewrote()
+        if isinstance(node.meta["val"], torch.Tensor):
+            last = node
+    return step
+
+
+def _chains(step: StepGraph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Every parameter, and every value that is one seen through views and casts alone, with that parameter."""
+    roots = {node: node for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
+    for node in step.graph.nodes:
+        if node.target in _CHAIN and node.meta["phase"] is not Phase.UPDATE and node.args[0] in roots:
+            roots[node] = roots[node.args[0]]
+    return roots
+
+
+def _anchor(node: torch.fx.Node, roots: dict, order: dict[torch.fx.Node, int]) -> torch.fx.Node | None:
+    """The last made among the values of backward that `node` reads besides parameters."""
+    read = [
+        operand
+        for operand in node.all_input_nodes
+        if operand not in roots and operand in order and operand.meta["phase"] is Phase.BACKWARD and isinstance(operand.meta["val"], torch.Tensor)
+    ]
+    return max(read, key=order.__getitem__, default=None)
+
+
+def _copy(step: StepGraph, value: torch.fx.Node, roots: dict, anchor: torch.fx.Node, before: torch.fx.Node, copies: dict) -> torch.fx.Node:
+    """`value` written again for backward, in front of its first reader `before`."""
+    if value in copies:
+        return copies[value]
+    with step.graph.inserting_before(before):
+        if value.op == "placeholder":
+            new = step.graph.call_function(torch.ops.graphacc.after.default, (value, anchor))
+        else:
+            source = _copy(step, value.args[0], roots, anchor, before, copies)
+            new = step.graph.call_function(value.target, (source, *value.args[1:]), dict(value.kwargs))
+    new.meta = {**value.meta, "phase": Phase.BACKWARD, "module_path": before.meta.get("module_path", ""), "stack_trace": before.meta.get("stack_trace", "")}
+    copies[value] = new
+    return new
+
+
+def verify_backward_reads(step: StepGraph) -> None:
+    """Nothing in backward reads a forward view or cast of a parameter."""
+    roots = _chains(step)
+    started = False
+    for node in step.graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or node in roots or node.target is torch.ops.graphacc.after.default:
+            continue
+        read = [operand.name for operand in node.all_input_nodes if operand in roots]
+        if read and started:
+            raise GraphError(f"node {node.name!r} of backward reads {read}, which forward made of a parameter")
+        started = True

@@ -1,0 +1,166 @@
+"""The registry of partition rules, and what a rule is given and gives.
+
+A rule says how an operator behaves when its operands are spread over the ranks of one mesh axis. Most rules return
+`Dims`: labels for the dims of operands and results, like an einsum. A label that stands in an operand may be split
+over the ranks; a result without it is then a reduction over the ranks. The few others return a `Plan`.
+
+    @rule("aten.mm.default")
+    def _mm(call):
+        return Dims({"self": "mk", "mat2": "kn"}, ["mn"], reduce={"k": "sum"}, linear=("self", "mat2"))
+
+An operator without a rule gets replicated operands, which is always right.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from graphacc.graph import Phase
+from graphacc.passes.partition.placement import REPLICATED, Placement, Replicated, Split, local_shape
+
+Label = Hashable
+Labels = Sequence[Label | None]  # one per dim; None: this dim is never split
+Emit = Callable[..., Any]  # (emitter, args, kwargs), localized -> the node, or a list of nodes for a tuple of results
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One tensor argument of a call."""
+
+    node: torch.fx.Node  # of the unpartitioned graph
+    name: str  # the schema's name of the argument
+    index: int | None  # position, where the argument is a list
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    placement: Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A node of the unpartitioned graph with the placements of its operands."""
+
+    node: torch.fx.Node
+    arguments: dict[str, Any]  # by the schema's names, defaults included
+    operands: tuple[Operand, ...]
+    results: tuple[torch.Tensor | None, ...]  # fake values with global shapes
+    num_ranks: int
+
+    @property
+    def phase(self) -> Phase:
+        return self.node.meta["phase"]
+
+    def operand(self, name: str) -> Operand | None:
+        return next((operand for operand in self.operands if operand.name == name), None)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        operand = self.operand(name)
+        assert operand is not None, f"{self.node.target} has no tensor argument {name!r}"
+        return operand.shape
+
+    def dim(self, name: str, dim: int) -> int:
+        """`dim` of tensor argument `name`, non-negative."""
+        return dim % max(len(self.shape(name)), 1)
+
+    def local(self, shape: Sequence[int], placement: Placement) -> list[int]:
+        return list(local_shape(tuple(shape), placement, self.num_ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """How the dims of operands and results belong together.
+
+    Attributes:
+        operands: argument name -> labels of its dims (a list of labels for an argument that is a list of tensors).
+            Arguments left out are never split.
+        results: labels of every result.
+        reduce: label -> "sum", "max" or "min": results without this label are that reduction over it. With None, the
+            `emit` of the label reduces over the ranks itself.
+        linear: arguments in each of which the operator is linear by itself.
+        joint: arguments in which the operator is linear taken together.
+        moves: it only moves elements, so that partial maxima and minima pass like partial sums.
+        pads: it works element by element, so that padding passes through.
+        once: arguments that count once in a reduction over the ranks (the tensor that is added to).
+        size: argument that repeats the shape of the first result.
+        emit: label -> how to write the local call if this label is split.
+        matmul: expensive operator that is better fed whole matrices in the optimizer.
+    """
+
+    operands: dict[str, Any]
+    results: Sequence[Labels]
+    reduce: dict[Label, str | None] = dataclasses.field(default_factory=dict)
+    linear: tuple[str, ...] = ()
+    joint: tuple[str, ...] = ()
+    moves: bool = False
+    pads: bool = False
+    once: tuple[str, ...] = ()
+    size: str | None = None
+    emit: dict[Label, Emit] = dataclasses.field(default_factory=dict)
+    matmul: bool = False
+
+    def labels(self, operand: Operand) -> Labels:
+        labels = self.operands.get(operand.name, ())
+        if operand.index is not None and labels:
+            labels = labels[operand.index]
+        return labels or (None,) * len(operand.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one call is carried out locally."""
+
+    operands: tuple[Placement | None, ...]  # required, one per operand; None: any placement will do
+    results: Placement | tuple[Placement, ...]  # one for all results, or one each
+    sets: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments that change, by name
+    emit: Emit | None = None  # writes the local call; None: the same operator
+    reason: str = ""  # why operands are gathered, if they are
+
+
+Rule = Callable[[Call], Dims | Plan]
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+
+
+def operator(name: str) -> torch._ops.OpOverload:
+    """``"aten.add.Tensor"`` -> the overload."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of the operators `names`, separated by blanks."""
+
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            target = operator(name)
+            assert target not in RULES, f"{name} has two partition rules"
+            RULES[target] = function
+        return function
+
+    return register
+
+
+def find_rule(target: torch._ops.OpOverload) -> Rule | None:
+    """The rule of an operator; operators that torch tags as pointwise share one."""
+    if target in RULES:
+        return RULES[target]
+    return RULES[operator("aten.add.Tensor")] if torch.Tag.pointwise in target.tags else None
+
+
+def replicate(call: Call, reason: str) -> Plan:
+    """Replicated operands and results: right for every operator."""
+    return Plan((REPLICATED,) * len(call.operands), REPLICATED, reason=reason)
+
+
+def is_replicated(call: Call) -> bool:
+    return all(isinstance(operand.placement, Replicated) for operand in call.operands)
+
+
+def split_of(call: Call, name: str) -> Split | None:
+    """The split of an argument, if it has one."""
+    operand = call.operand(name)
+    return operand.placement if operand is not None and isinstance(operand.placement, Split) else None

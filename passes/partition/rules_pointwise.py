@@ -1,0 +1,68 @@
+"""Rules of operators that work element by element, with broadcasting."""
+
+from graphacc.passes.partition.placement import REPLICATED, Split
+from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
+
+# Operators that are linear in one argument alone, or in several taken together.
+_LINEAR = {"mul.Tensor": ("self", "other"), "mul.Scalar": ("self",), "div.Tensor": ("self",), "div.Scalar": ("self",), "neg.default": ("self",)}
+_JOINT = {"add.Tensor": ("self", "other"), "sub.Tensor": ("self", "other"), "where.self": ("self", "other")}
+_COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default")
+
+
+def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> list[int | None]:
+    """Label every dim with the dim of the result that it lines up with; dims that are broadcast have none."""
+    offset = len(result) - len(shape)
+    return [i + offset if size == result[i + offset] and size != 1 else None for i, size in enumerate(shape)]
+
+
+def pointwise(call: Call, **facts) -> Dims:
+    """Labels of an operator that broadcasts its operands together; `facts` are further fields of `Dims`."""
+    result = tuple(call.results[0].shape)
+    labels: dict[str, list] = {}
+    for operand in call.operands:
+        mine = broadcast_labels(operand.shape, result)
+        if operand.index is None:
+            labels[operand.name] = mine
+        else:
+            labels.setdefault(operand.name, {})[operand.index] = mine
+    return Dims(labels, [range(len(result))] * len(call.results), pads=True, **facts)
+
+
+@rule(
+    "aten.add.Tensor aten._to_copy.default aten.alias.default aten.detach.default aten.lift_fresh_copy.default aten.copy.default "
+    "aten.masked_fill.Tensor aten.fill.Scalar prims.convert_element_type.default prims.div.default aten.bucketize.Tensor "
+    "_c10d_functional.wait_tensor.default"
+)
+def _pointwise(call: Call) -> Dims:
+    name = str(call.node.target).removeprefix("aten.")
+    if call.node.target._schema.name == "prims::div":
+        return pointwise(call, linear=("a",))
+    if name in ("_to_copy.default",):
+        return pointwise(call, linear=("self",))
+    if name.removeprefix("_c10d_functional.") in _COPIES:
+        return pointwise(call, linear=tuple(operand.name for operand in call.operands), moves=True)
+    if name == "bucketize.Tensor":
+        dims = pointwise(call)
+        return Dims({"self": dims.operands["self"]}, dims.results)
+    return pointwise(call, linear=_LINEAR.get(name, ()), joint=_JOINT.get(name, ()))
+
+
+@rule("aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default")
+def _like(call: Call) -> Plan:
+    """Only the shape of the operand counts."""
+    (operand,) = call.operands
+    placement = operand.placement if isinstance(operand.placement, Split) else REPLICATED
+    return Plan((None,), placement)
+
+
+@rule("graphacc.after.default")
+def _after(call: Call) -> Plan:
+    """The dependency may have any placement: nothing is read from it."""
+    kept: Operand = call.operands[0]
+    return Plan((kept.placement, None), kept.placement)
+
+
+@rule("aten.fill.Tensor")
+def _fill(call: Call) -> Dims:
+    labels = range(len(call.shape("self")))
+    return Dims({"self": labels}, [labels], pads=True)

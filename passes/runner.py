@@ -1,0 +1,117 @@
+"""Passes and their runner.
+
+A pass takes a StepGraph and gives one, in place or new. Its parameters are bound when the list of passes is built, and
+the runner knows no pass by name. After every pass the runner checks the graph and says which pass broke it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from graphacc.errors import GraphError, StrategyError
+from graphacc.graph import StepGraph
+
+
+@dataclasses.dataclass
+class Log:
+    """What a pass says about its work while it runs."""
+
+    rewrites: int = 0  # changes that it made to the graph
+    details: Any = None  # a report of its own, such as a PartitionReport
+
+    def rewrote(self, count: int = 1) -> None:
+        self.rewrites += count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One rewriting of a graph, with its parameters bound."""
+
+    name: str
+    exact: bool  # results stay the same bit for bit
+    run: Callable[[StepGraph, Log], StepGraph]
+    verify: Callable[[StepGraph], None] | None = None  # what must hold afterwards, besides StepGraph.verify
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassReport:
+    """What one pass did."""
+
+    name: str
+    exact: bool
+    seconds: float
+    rewrites: int
+    num_nodes: tuple[int, int]  # before and after
+    details: Any = None
+    before: str | None = None  # the graph's text, with debugging on
+    after: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.rewrites} rewrites, {self.num_nodes[0]} -> {self.num_nodes[1]} nodes, {self.seconds:.2f} s"
+        return text if self.details is None else f"{text}\n{self.details}"
+
+
+def run_passes(step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False) -> tuple[StepGraph, list[PassReport]]:
+    """Run `passes` in order, checking the graph after each.
+
+    Args:
+        step: may be changed in place.
+        debug: names of the passes whose graphs are kept as text in their reports; True for all.
+
+    Returns:
+        The rewritten graph and one report per pass.
+
+    Raises:
+        GraphError: names the pass that broke the graph.
+        StrategyError: `debug` names a pass that is not in the list.
+    """
+    shown = {item.name for item in passes} if debug is True else set(debug or ())
+    select(passes, shown)
+    reports = []
+    for item in passes:
+        step, report = _run_one(step, item, item.name in shown)
+        reports.append(report)
+    return step, reports
+
+
+def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassReport]:
+    before, count = str(step.graph) if shown else None, len(step.graph.nodes)
+    log, start = Log(), time.perf_counter()
+    result = item.run(step, log)
+    seconds = time.perf_counter() - start
+    _check(result, item)
+    report = PassReport(
+        name=item.name,
+        exact=item.exact,
+        seconds=seconds,
+        rewrites=log.rewrites,
+        num_nodes=(count, len(result.graph.nodes)),
+        details=log.details,
+        before=before,
+        after=str(result.graph) if shown else None,
+    )
+    return result, report
+
+
+def _check(step: StepGraph, item: Pass) -> None:
+    try:
+        step.verify()
+        if item.verify is not None:
+            item.verify(step)
+    except (GraphError, RuntimeError) as error:  # Graph.lint raises RuntimeError
+        raise GraphError(f"pass {item.name!r} broke the graph: {error}") from error
+    step.module.recompile()
+
+
+def select(passes: Sequence[Pass], names: Iterable[str]) -> list[Pass]:
+    """The passes with these names, in the order of the list.
+
+    Raises:
+        StrategyError: lists the known names.
+    """
+    wanted, known = set(names), [item.name for item in passes]
+    for name in sorted(wanted):
+        if name not in known:
+            raise StrategyError(f"there is no pass {name!r} in this pipeline: choose out of {', '.join(dict.fromkeys(known))}")
+    return [item for item in passes if item.name in wanted]

@@ -1,0 +1,512 @@
+"""Training loops of many forms, each run on a plain model and on a compiled one: same numbers, whatever the loop does."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import relative_error
+from torch import nn
+from training import compiled
+
+import graphacc
+
+INPUTS, CLASSES, BATCH = 12, 5, 8
+
+
+class Net(nn.Module):
+    """A small classifier with BatchNorm; the loss is computed outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(INPUTS, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+def data(steps: int = 4, batch: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(batch, INPUTS, generator=generator), torch.randint(CLASSES, (batch,), generator=generator)) for _ in range(steps)
+    ]
+
+
+def plain_loop(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in data():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def read_before_backward(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for x, y in data():
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        seen += [loss.item(), (out.argmax(-1) == y).float().mean().item()]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def outputs_read_after_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for x, y in data():
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [loss.item(), out.sum().item(), out.softmax(-1)[0].tolist()]
+    return seen
+
+
+def clipped(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for x, y in data():
+        F.cross_entropy(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [norm.item() for norm in norms]
+
+
+def clipped_and_read_at_once(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for x, y in data():
+        F.cross_entropy(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def accumulated(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for i, (x, y) in enumerate(data(6)):
+        loss = F.cross_entropy(model(x), y) / 3
+        loss.backward()
+        losses.append(loss)
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def accumulated_and_clipped(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for i, (x, y) in enumerate(data(4)):
+        (F.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [norm.item() for norm in norms]
+
+
+def gradients_read(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for x, y in data():
+        F.cross_entropy(model(x), y).backward()
+        seen += [model.first.weight.grad.abs().sum().item(), model.second.bias.grad[0].item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def gradients_changed(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data():
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            model.first.weight.grad.mul_(0.5)
+            model.second.weight.grad = model.second.weight.grad.clamp(-0.01, 0.01)
+            model.second.bias.grad = None
+            for p in model.norm.parameters():
+                p.grad.add_(p, alpha=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def two_optimizers(model):
+    matrices = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.1, momentum=0.9)
+    rest = torch.optim.AdamW([model.first.bias, model.second.bias, *model.norm.parameters()], lr=1e-2)
+    losses = []
+    for x, y in data():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        matrices.step()
+        rest.step()
+        matrices.zero_grad()
+        rest.zero_grad()
+        losses.append(loss)
+    return [loss.item() for loss in losses]
+
+
+def zeroed_in_place(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in data():
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def penalty_on_parameters(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data():
+        loss = F.cross_entropy(model(x), y) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def model_called_twice(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data():
+        a, b = model(x), model(x + 1)
+        loss = F.mse_loss(a, b.detach()) + F.cross_entropy(b, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def evaluated_between(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for x, y in data():
+        model.train()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            out = model(x[:3])
+            seen += [F.cross_entropy(out, y[:3]).item(), out[0].tolist()]
+    return seen
+
+
+def parameters_written_between(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in data():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.first.weight.mul_(0.9)
+            model.second.weight.data.add_(0.01)
+        model.load_state_dict({name: value + 0.001 if value.is_floating_point() else value for name, value in model.state_dict().items()})
+        losses.append(loss.item())
+    return losses
+
+
+def scheduled(model):
+    optimizer = torch.optim.SGD(
+        [{"params": model.first.parameters(), "lr": 0.1}, {"params": [*model.norm.parameters(), *model.second.parameters()]}],
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.01,
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.2, 0.1], total_steps=4)
+    losses = []
+    for x, y in data():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def frozen_midway(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i, (x, y) in enumerate(data()):
+        if i == 2:
+            model.first.requires_grad_(False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def forward_without_backward(model):
+    """A training-mode forward updates BatchNorm's statistics, with or without gradients."""
+    with torch.no_grad():
+        out = [model(x).sum().item() for x, _ in data()]
+    for x, _ in data(2):
+        model(x)
+    return [*out, *plain_loop(model)]
+
+
+LOOPS = [
+    plain_loop,
+    read_before_backward,
+    outputs_read_after_step,
+    clipped,
+    clipped_and_read_at_once,
+    accumulated,
+    accumulated_and_clipped,
+    gradients_read,
+    gradients_changed,
+    two_optimizers,
+    zeroed_in_place,
+    penalty_on_parameters,
+    model_called_twice,
+    evaluated_between,
+    parameters_written_between,
+    scheduled,
+    frozen_midway,
+    forward_without_backward,
+]
+
+
+def flatten(values) -> torch.Tensor:
+    flat = []
+    for value in values:
+        flat += value if isinstance(value, list) else [value]
+    return torch.tensor(flat, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("strategy", [None, "dp=2,fsdp=2"], ids=lambda text: text or "one device")
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loop_gives_what_plain_pytorch_gives(loop, strategy):
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), strategy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        expected, got = flatten(loop(reference)), flatten(loop(model))
+    assert relative_error(got, expected) < 1e-5
+    state, wanted = model.state_dict(), reference.state_dict()
+    for name, value in wanted.items():
+        assert relative_error(state[name], value) < 1e-4, name
+
+
+def test_one_program_for_a_plain_loop():
+    model = compiled(Net(), None)
+    plain_loop(model)
+    assert [compiled.kind for compiled in model.programs] == ["step"]
+
+
+def test_a_new_shape_compiles_once_and_says_why():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for size in (8, 8, 4, 8, 4):
+        for x, y in data(1, size):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [compiled.reason for compiled in model.programs] == ["first step", "other batch shapes"]
+    assert "batch shapes" in model.explain()
+
+
+def test_learning_rate_changes_do_not_recompile():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for x, y in data(5):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert len(model.programs) == 1
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=4"], ids=lambda text: text or "one device")
+def test_microbatches_are_an_accumulating_loop(strategy):
+    class NoNorm(Net):
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    reference = NoNorm()
+    text = "microbatches=2" + (f",{strategy}" if strategy else "")
+    model = compiled(copy.deepcopy(reference), text)
+    expected, got = plain_loop(reference), plain_loop(model)
+    assert relative_error(torch.tensor(got), torch.tensor(expected)) < 1e-5
+    assert [compiled.kind for compiled in model.programs] == ["grad", "update"]
+
+
+def test_max_grad_norm_equals_clipping_in_the_loop():
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), None, max_grad_norm=0.1)
+    clipped(reference)
+    plain_loop(model)
+    for name, value in reference.state_dict().items():
+        assert relative_error(model.state_dict()[name], value) < 1e-4, name
+
+
+def test_train_step_is_the_loop():
+    reference = Net()
+    model = copy.deepcopy(reference)
+    expected = plain_loop(reference)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = graphacc.train_step(model, optimizer, lambda m, x, y: F.cross_entropy(m(x), y), devices=1, cache_dir=None)
+    losses = [step(x, y).item() for x, y in data()]
+    assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
+
+
+def test_optimizer_state_dict_is_torchs():
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), "fsdp=2")
+    optimizers = []
+    for module in (reference, model):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for x, y in data(3):
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    want, got = optimizers[0].state_dict(), optimizers[1].state_dict()
+    assert got["param_groups"] == want["param_groups"]
+    assert got["state"].keys() == want["state"].keys()
+    for index, state in want["state"].items():
+        assert got["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            assert relative_error(got["state"][index][name], value) < 1e-4, (index, name)
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    other.load_state_dict(got)
+
+
+def test_optimizer_state_can_be_loaded():
+    reference = Net()
+    first = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for x, y in data(2):
+        F.cross_entropy(reference(x), y).backward()
+        first.step()
+        first.zero_grad()
+    model = compiled(copy.deepcopy(reference), "fsdp=2")
+    second = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    second.load_state_dict(first.state_dict())
+    for module, optimizer in ((reference, first), (model, second)):
+        for x, y in data(2):
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in reference.state_dict().items():
+        assert relative_error(model.state_dict()[name], value) < 1e-4, name
+
+
+def test_a_copy_is_an_ordinary_model():
+    model = compiled(Net(), None)
+    plain_loop(model)
+    copied = copy.deepcopy(model)
+    assert type(copied) is Net and type(copied.first.weight) is nn.Parameter
+    for name, value in model.state_dict().items():
+        assert torch.equal(copied.state_dict()[name], value)
+
+
+def test_dropout_is_the_same_on_any_number_of_devices():
+    class Dropped(Net):
+        def forward(self, x):
+            return self.second(F.dropout(torch.relu(self.first(x)), 0.5, self.training))
+
+    reference = Dropped()
+    losses = []
+    for strategy in (None, "dp=4", "fsdp=2,zero=3", "dp=2,fsdp=4"):
+        losses.append(plain_loop(compiled(copy.deepcopy(reference), strategy, seed=7)))
+    for other in losses[1:]:
+        assert relative_error(torch.tensor(other), torch.tensor(losses[0])) < 1e-5
+    assert plain_loop(compiled(copy.deepcopy(reference), None, seed=8)) != losses[0]
+
+
+# ---- what cannot be done is refused with the remedy
+
+
+def run_once(model, optimizer, x, y):
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def test_gradients_cannot_be_read_after_the_step():
+    model = compiled(Net(), None)
+    run_once(model, torch.optim.SGD(model.parameters(), lr=0.1), *data(1)[0])
+    with pytest.raises(graphacc.LoopError, match=r"first.weight.grad was read after optimizer.step"):
+        model.first.weight.grad.norm()
+
+
+def test_backward_without_zero_grad_is_refused():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run_once(model, optimizer, *data(1)[0])
+    with pytest.raises(graphacc.LoopError, match="zero_grad"):
+        run_once(model, optimizer, *data(1)[0])
+
+
+def test_a_result_that_was_dropped_is_not_there():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), = data(1)
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    late = torch.relu(out)
+    optimizer.step()
+    with pytest.raises(graphacc.LoopError, match="keep the model's output alive"):
+        late.sum().item()
+
+
+def test_closures_are_refused():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(graphacc.LoopError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+def test_other_parameters_are_refused():
+    model = compiled(Net(), None)
+    other = nn.Linear(CLASSES, 2)
+    (x, y), = data(1)
+    with pytest.raises(graphacc.LoopError, match="compile one module that holds it"):
+        other(model(x))
+
+
+def test_compiling_twice_is_refused():
+    model = compiled(Net(), None)
+    with pytest.raises(graphacc.GraphAccError, match="compiled already"):
+        graphacc.compile(model)
+    with pytest.raises(graphacc.LoopError, match="outermost"):
+        graphacc.compile(nn.Sequential(model))
+
+
+def test_nan_loss_warns_with_the_step_or_stops():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data(1)[0]
+    run_once(model, optimizer, x, y)
+    optimizer.zero_grad()
+    run_once(model, optimizer, x * float("nan"), y)
+    optimizer.zero_grad()
+    with pytest.warns(RuntimeWarning, match="loss of step 2 is nan"):
+        run_once(model, optimizer, x, y)
+    model = compiled(Net(), None, nan_loss="stop")
+    with pytest.raises(graphacc.NonFiniteLossError, match="loss of step 1 is nan"):
+        run_once(model, torch.optim.SGD(model.parameters(), lr=0.1), x * float("nan"), y)

@@ -1,0 +1,69 @@
+"""Trace a function to a StepGraph, lower it, and run it beside eager torch."""
+
+import jax
+import numpy as np
+import torch
+from tolerances import assert_close
+from torch.utils import _pytree as pytree
+
+import graphacc.lowering
+from graphacc._compat.jax_ import x64
+from graphacc._compat.torch_ import fake_mode, trace_functional
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.lowering.dtypes import to_jax, to_torch
+
+
+def step_graph(function, *tensors, local=None) -> StepGraph:
+    """The ATen graph of ``function(*tensors)`` without decompositions; its tensor results are the outputs."""
+    mode = fake_mode()
+    fakes = [mode.from_tensor(x.detach()) for x in tensors]
+
+    def flat(*args):
+        return tuple(x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor))
+
+    module = trace_functional(flat, fakes, {})
+    for node in module.graph.nodes:
+        node.meta["phase"] = Phase.FORWARD
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [
+        Input(name=node.name, kind=Kind.BATCH, target=str(i), shape=tuple(fake.shape), dtype=fake.dtype)
+        for i, (node, fake) in enumerate(zip(placeholders, fakes))
+    ]
+    values = [node.meta["val"] for node in module.graph.output_node().args[0]]
+    outputs = [Output(kind=Kind.USER, target=str(i), shape=tuple(x.shape), dtype=x.dtype) for i, x in enumerate(values)]
+    return StepGraph(module, tuple(inputs), tuple(outputs))
+
+
+def to_array(x: torch.Tensor):
+    """A jax array with the tensor's values and dtype."""
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    if x.dtype == torch.bfloat16:
+        return jax.numpy.asarray(x.view(torch.int16).numpy().view(to_jax(x.dtype)))
+    return jax.numpy.asarray(x.numpy())
+
+
+def to_tensor(x) -> torch.Tensor:
+    """A torch tensor with the array's values and dtype."""
+    host = np.array(x)
+    if to_torch(host.dtype) == torch.bfloat16:
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def run_lowered(step: StepGraph, *tensors, jit=False) -> list[torch.Tensor]:
+    with x64():
+        lowered = graphacc.lowering.lower(step)
+        lowered = jax.jit(lowered) if jit else lowered
+        return [to_tensor(x) for x in lowered(*map(to_array, tensors))]
+
+
+def check_lowering(function, *tensors, jit=True, tolerance=None, results=None):
+    """Assert that the lowered function gives what eager torch gives; `results` maps both before they are compared."""
+    expected = [x for x in pytree.tree_leaves(function(*(x.clone() for x in tensors))) if isinstance(x, torch.Tensor)]
+    step = step_graph(function, *tensors)
+    got = run_lowered(step, *tensors, jit=jit)
+    if results is not None:
+        expected, got = results(expected), results(got)
+    assert len(got) == len(expected)
+    for i, (mine, theirs) in enumerate(zip(got, expected)):
+        assert_close(mine, theirs.detach().resolve_conj().resolve_neg(), tolerance=tolerance, what=f"result {i}")

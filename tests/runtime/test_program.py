@@ -1,0 +1,220 @@
+"""Programs: compiled steps on one and on eight devices give what torch gives, donate what they replace, and come from the cache."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+import torch
+from step_graphs import an_input, an_output, make_step, sgd_step, split
+from tolerances import assert_close
+
+from graphacc.errors import GraphError
+from graphacc.graph import Kind
+from graphacc.runtime import Program, default_options, make_mesh, select_devices, to_device, to_torch
+from graphacc.runtime.compile_cache import CompileCache
+from graphacc.strategy import Strategy
+
+MESHES = [{}, {"dp": 8}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}]
+
+
+def mesh_of(**sizes):
+    strategy = Strategy(**sizes)
+    return make_mesh(strategy, select_devices(strategy.num_devices))
+
+
+def build(sizes, **options):
+    mesh = mesh_of(**sizes)
+    step = sgd_step(sizes.get("dp", 1), sizes.get("fsdp", 1))
+    return Program.build(step, mesh, **{"cache_dir": None, **options}), mesh
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_training_step_gives_what_torch_gives(sizes):
+    program, mesh = build(sizes)
+    w, x = torch.randn(8, 12), torch.randn(16, 8) * 0.1
+    array = to_device(w, program.inputs[0], mesh)
+    for _ in range(3):
+        array, loss = program(array, to_device(x, program.inputs[1], mesh))
+        expected = ((x @ w) ** 2).sum()
+        w = w - 0.1 * (2 * x.t() @ (x @ w))
+        assert_close(to_torch(loss, program.outputs[1]), expected)
+    assert_close(to_torch(array, program.outputs[0]), w)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_replaced_inputs_are_donated_and_the_others_kept(sizes):
+    program, mesh = build(sizes)
+    w, x = to_device(torch.randn(8, 12), program.inputs[0], mesh), to_device(torch.randn(16, 8), program.inputs[1], mesh)
+    before = {shard.data.unsafe_buffer_pointer() for shard in w.addressable_shards}
+    new, _ = program(w, x)
+    assert w.is_deleted() and not x.is_deleted()
+    assert {shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards} == before
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_memory_counts_the_bytes_of_one_device(sizes):
+    memory = build(sizes)[0].memory
+    shard_bytes, batch_bytes = 8 * 12 * 4 // sizes.get("fsdp", 1), 16 * 8 * 4 // (sizes.get("dp", 1) * sizes.get("fsdp", 1))
+    assert memory.argument_bytes == shard_bytes + batch_bytes
+    assert memory.alias_bytes == shard_bytes
+    assert shard_bytes + 4 <= memory.output_bytes <= shard_bytes + 64
+    assert memory.peak_bytes == memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes + memory.code_bytes
+    assert 0 < memory.temp_bytes < 100_000
+
+
+def test_cost_and_hlo():
+    program, _ = build({"fsdp": 8})
+    assert program.cost.flops >= 2 * (2 * 16 // 8 * 8 * 12)
+    assert "all-gather" in program.hlo_text() and "reduce-scatter" in program.hlo_text()
+
+
+def test_an_input_that_nothing_reads_is_donated_too():
+    step = make_step(
+        lambda old, x: (x + 1,),
+        [an_input(Kind.BUFFER, "b", (4,)), an_input(Kind.BATCH, "x", (4,))],
+        [an_output(Kind.BUFFER, "b", (4,))],
+    )
+    mesh = mesh_of()
+    program = Program.build(step, mesh, cache_dir=None)
+    old = to_device(torch.zeros(4), program.inputs[0], mesh)
+    (new,) = program(old, to_device(torch.ones(4), program.inputs[1], mesh))
+    assert old.is_deleted()
+    assert_close(to_torch(new, program.outputs[0]), torch.full((4,), 2.0))
+
+
+def test_an_unchanged_input_may_be_returned_twice():
+    shards = [split("fsdp", 8)]
+    step = make_step(
+        lambda p: (p, p),
+        [an_input(Kind.PARAM, "p", (10,), shards=shards)],
+        [an_output(Kind.PARAM, "p", (10,), shards=shards), an_output(Kind.USER, "0", (10,), shards=shards)],
+    )
+    mesh = mesh_of(fsdp=8)
+    program = Program.build(step, mesh, cache_dir=None)
+    values = torch.arange(10.0)
+    new, user = program(to_device(values, program.inputs[0], mesh))
+    for array, item in zip((new, user), program.outputs):
+        assert_close(to_torch(array, item), values)
+
+
+def test_64_bit_integers_and_floats_stay_64_bit():
+    step = make_step(
+        lambda i, x: (i * 3, x * 2),
+        [an_input(Kind.BATCH, "i", (2,), torch.int64), an_input(Kind.HYPER, "0/lr", (), torch.float64)],
+        [an_output(Kind.USER, "0", (2,), torch.int64), an_output(Kind.USER, "1", (), torch.float64)],
+    )
+    mesh = mesh_of()
+    program = Program.build(step, mesh, cache_dir=None)
+    i, x = torch.tensor([2**40 + 1, -5]), torch.tensor(1 / 3, dtype=torch.float64)
+    got = program(to_device(i, program.inputs[0], mesh), to_device(x, program.inputs[1], mesh))
+    assert torch.equal(to_torch(got[0], program.outputs[0]), i * 3)
+    assert torch.equal(to_torch(got[1], program.outputs[1]), x * 2)
+    assert not jax.config.jax_enable_x64
+
+
+def test_wrong_tensors_are_refused_with_both_shapes():
+    program, mesh = build({"fsdp": 8})
+    with pytest.raises(GraphError, match=r"batch 'x' is torch.float32\[16, 8\] in the compiled graph, got torch.float32\[15, 8\]"):
+        to_device(torch.zeros(15, 8), program.inputs[1], mesh)
+
+
+def test_fast_compile_gives_the_same_within_tolerance():
+    w, x = torch.randn(8, 12), torch.randn(16, 8)
+    results = []
+    for fast in (False, True):
+        program, mesh = build({"fsdp": 8}, fast_compile=fast)
+        results.append(to_torch(program(to_device(w, program.inputs[0], mesh), to_device(x, program.inputs[1], mesh))[0], program.outputs[0]))
+    assert_close(*results)
+
+
+def test_unknown_compiler_options_are_refused():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        build({}, compiler_options={"xla_no_such_option": True})
+
+
+def test_fast_compile_lowers_the_optimisation_level():
+    usual, fast = default_options(mesh_of()), default_options(mesh_of(), fast_compile=True)
+    assert fast == usual | {"xla_backend_optimization_level": 0}
+
+
+# ---- the compile cache
+
+
+def test_a_second_build_comes_from_the_cache_and_runs_the_same(tmp_path):
+    w, x = torch.randn(8, 12), torch.randn(16, 8)
+    results = []
+    for expected in (False, True):
+        program, mesh = build({"dp": 2, "fsdp": 4}, cache_dir=tmp_path)
+        assert program.from_cache is expected
+        new, loss = program(to_device(w, program.inputs[0], mesh), to_device(x, program.inputs[1], mesh))
+        results.append((to_torch(new, program.outputs[0]), to_torch(loss, program.outputs[1]), program.memory, "all-gather" in program.hlo_text()))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][:2], results[1][:2]))
+    assert results[0][2:] == results[1][2:]
+
+
+def test_other_options_are_another_entry(tmp_path):
+    build({}, cache_dir=tmp_path)
+    assert not build({}, cache_dir=tmp_path, fast_compile=True)[0].from_cache
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])], ids=["cut", "empty", "bit"])
+def test_a_damaged_entry_is_compiled_again_and_replaced(tmp_path, damage):
+    build({}, cache_dir=tmp_path)
+    (entry,) = tmp_path.glob("*.xla")
+    entry.write_bytes(damage(entry.read_bytes()))
+    assert not build({}, cache_dir=tmp_path)[0].from_cache
+    assert build({}, cache_dir=tmp_path)[0].from_cache
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_build(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    program, _ = build({}, cache_dir=tmp_path / "file" / "cache")
+    assert not program.from_cache and "cannot be" in caplog.text
+
+
+def test_jaxs_own_settings_and_cache_are_untouched(tmp_path):
+    from jax._src import compilation_cache
+
+    names = ("_cache", "_cache_initialized", "_cache_checked", "_cache_used")
+    before = [getattr(compilation_cache, name) for name in names]
+    settings = (jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)
+    build({}, cache_dir=tmp_path)
+    assert [getattr(compilation_cache, name) for name in names] == before
+    assert (jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs) == settings
+    entries = len(list(tmp_path.iterdir()))
+    jax.jit(lambda x: x * 5 + 1)(3.0)
+    assert len(list(tmp_path.iterdir())) == entries == 1
+
+
+def test_the_oldest_entries_go_when_the_cache_is_full(tmp_path):
+    cache = CompileCache(tmp_path, limit_bytes=2500)
+    for age, key in enumerate("abc"):
+        cache.put(key, key.encode() * 1000)
+        for path in tmp_path.glob("*.xla"):
+            os.utime(path, ns=(path.stat().st_mtime_ns - 10**9, path.stat().st_mtime_ns - 10**9))
+    assert cache.get("a") is None and cache.get("c") == b"c" * 1000
+
+
+_SECOND_PROCESS = """
+import json, sys
+sys.path[:0] = sys.argv[2:]
+from step_graphs import sgd_step
+from graphacc.runtime import Program, make_mesh, select_devices
+from graphacc.strategy import Strategy
+program = Program.build(sgd_step(2, 4), make_mesh(Strategy(dp=2, fsdp=4), select_devices(8)), cache_dir=sys.argv[1])
+print(json.dumps({"hit": program.from_cache, "seconds": program.compile_seconds}))
+"""
+
+
+def test_another_process_hits_the_cache(tmp_path):
+    build({"dp": 2, "fsdp": 4}, cache_dir=tmp_path)
+    here = os.path.dirname(os.path.abspath(__file__))
+    root = os.path.dirname(os.path.dirname(here))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    arguments = [sys.executable, "-c", _SECOND_PROCESS, str(tmp_path), here, root]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["hit"]

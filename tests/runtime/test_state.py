@@ -1,0 +1,71 @@
+"""The state between programs: kept by kind and target, and moved to another layout where a program wants one."""
+
+import pytest
+import torch
+from step_graphs import an_input, sgd_step, split
+
+from graphacc.graph import Kind
+from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
+from graphacc.strategy import Strategy
+
+WHOLE = []
+ROWS = [split("fsdp", 4)]
+ROWS_DP = [split("dp", 2), split("fsdp", 4)]
+COLUMNS = [split("fsdp", 4, 1)]
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(Strategy(dp=2, fsdp=4), select_devices(8))
+
+
+@pytest.mark.parametrize("new", [WHOLE, ROWS, ROWS_DP, COLUMNS], ids=["whole", "rows", "rows of both axes", "columns"])
+@pytest.mark.parametrize("old", [WHOLE, ROWS, ROWS_DP, COLUMNS], ids=["whole", "rows", "rows of both axes", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool], ids=str)
+def test_a_value_is_given_in_the_layout_that_is_wanted(mesh, old, new, dtype):
+    tensor = torch.randn(10, 6).to(dtype)
+    state = TrainState(mesh)
+    before, wanted = an_input(Kind.GRAD, "w", (10, 6), dtype, old), an_input(Kind.GRAD, "w", (10, 6), dtype, new)
+    state.set(before, to_device(tensor, before, mesh))
+    array = state.get(wanted)
+    assert array.sharding == to_device(tensor, wanted, mesh).sharding
+    assert torch.equal(to_torch(array, wanted), tensor)
+    assert state.find(Kind.GRAD, "w") == (array, wanted)
+
+
+def test_the_same_layout_is_the_same_array(mesh):
+    item = an_input(Kind.PARAM, "w", (10, 6), shards=ROWS)
+    array = to_device(torch.zeros(10, 6), item, mesh)
+    state = TrainState(mesh)
+    state.set(item, array)
+    assert state.get(item) is array
+
+
+def test_keys_and_bytes(mesh):
+    state = TrainState(mesh)
+    for kind, target, shards in ((Kind.PARAM, "w", ROWS), (Kind.STATE, "w/exp_avg", ROWS), (Kind.STATE, "w/step", WHOLE)):
+        shape = () if target == "w/step" else (10, 6)
+        item = an_input(kind, target, shape, shards=shards)
+        state.set(item, to_device(torch.zeros(shape), item, mesh))
+    assert state.holds(Kind.STATE, "w/step") and not state.holds(Kind.PARAM, "w/step")
+    assert list(state.keys()) == [(Kind.PARAM, "w"), (Kind.STATE, "w/exp_avg"), (Kind.STATE, "w/step")]
+    assert state.bytes_per_device(Kind.PARAM) == 3 * 6 * 4  # ten rows over four ranks: three each
+    assert state.bytes_per_device() == 2 * 3 * 6 * 4 + 4
+    state.discard(Kind.PARAM, "w")
+    state.discard(Kind.PARAM, "w")
+    assert not state.holds(Kind.PARAM, "w") and state.bytes_per_device(Kind.PARAM) == 0
+
+
+def test_two_programs_share_one_state(mesh):
+    """The state goes through a program on dp=2 x fsdp=4 and its bytes are those that the program counts."""
+    program = Program.build(sgd_step(2, 4), mesh, cache_dir=None)
+    state = TrainState(mesh)
+    w, x = torch.randn(8, 12), torch.randn(16, 8) * 0.1
+    state.set(program.inputs[0], to_device(w, program.inputs[0], mesh))
+    batch = to_device(x, program.inputs[1], mesh)
+    assert state.bytes_per_device() == program.memory.alias_bytes
+    for _ in range(2):
+        new, _ = program(state.get(program.inputs[0]), batch)
+        state.set(program.outputs[0], new)
+    once = w - 0.2 * x.t() @ (x @ w)
+    torch.testing.assert_close(to_torch(*state.find(Kind.PARAM, "w")), once - 0.2 * x.t() @ (x @ once))

@@ -1,0 +1,69 @@
+"""What the package promises about its import and its metadata. Wheel, sdist and editable installs are tried by `.ci/run`."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import graphacc
+
+ROOT = pathlib.Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(code: str) -> str:
+    """Run `code` in a fresh interpreter outside of the source tree, importing from the source tree as it stands."""
+    uninstalled = f"""
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+sys.path = [{str(ROOT)!r}] + [path for path in sys.path if path != {str(ROOT)!r}]
+"""
+    done = subprocess.run([sys.executable, "-c", uninstalled + code], capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_has_no_side_effects():
+    code = """
+import os, torch, jax
+import jax._src.xla_bridge as bridge
+def settings():
+    return dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), jax.config.values, sys.path[:], len(sys.meta_path)
+before = settings()
+import graphacc, graphacc.optim
+print("same" if settings() == before else "changed", bridge.backends_are_initialized())
+"""
+    assert python(code).split() == ["same", "False"]
+
+
+def test_public_names_exist():
+    for name in getattr(graphacc, "__all__", ()):
+        assert hasattr(graphacc, name), name
+
+
+def test_passes_import_from_a_source_tree_under_one_name_only():
+    code = """
+import graphacc.passes
+print(graphacc.passes.__file__)
+try:
+    import passes
+except ImportError as error:
+    print(error)
+"""
+    assert python(code).splitlines() == [str(ROOT / "passes" / "__init__.py"), "import graphacc.passes, not passes"]
+
+
+def test_the_version_is_written_once():
+    assert "version" in PYPROJECT["project"]["dynamic"]
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "graphacc" / "__init__.py").read_text(), re.MULTILINE)
+    assert version == graphacc.__version__
+
+
+def test_packaged_folders_exist_and_pins_agree():
+    packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+    assert packages == {"graphacc": "graphacc", "graphacc/passes": "passes"}
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in packages.values())
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    pins = re.findall(r"'jax(?:lib|\[\w+\])?==([^']+)'", str(PYPROJECT["project"]["dependencies"] + extras["cuda"]))
+    assert len(pins) == 3 and len(set(pins)) == 1

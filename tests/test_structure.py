@@ -1,0 +1,94 @@
+"""The dependencies between folders go one way, and importing graphacc has no side effects."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import graphacc
+
+ROOT = pathlib.Path(graphacc.__file__).parent
+PASSES = pathlib.Path(sys.modules["graphacc"].__path__[-1]) / "passes"
+
+MAY_IMPORT = {
+    "errors": set(),
+    "_compat": set(),
+    "graph": {"errors"},
+    "ops": {"_compat"},
+    "kernels": {"errors"},
+    "optim": {"errors", "kernels"},
+    "strategy": {"errors", "graph", "ops", "passes.memory"},
+    "passes.memory": {"errors", "kernels"},
+    "capture": {"errors", "_compat", "graph", "ops"},
+    "passes": {"errors", "_compat", "graph", "ops", "strategy"},
+    "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
+    "runtime": {"errors", "_compat", "graph", "ops", "strategy", "lowering", "passes.memory"},
+    "loop": {"errors", "_compat", "graph", "capture", "passes", "runtime", "strategy"},
+    "api": {"errors", "loop", "runtime", "strategy"},
+    "checkpoints": {"errors", "graph", "loop", "runtime"},
+    "report": {"errors", "graph", "strategy", "runtime", "loop", "passes"},
+    "cli": {"errors", "report", "passes.memory"},
+    "examples": {"", "runtime"},
+}
+"""Folder or module -> what it may import from graphacc; "" is the public package itself."""
+
+
+def _owner(parts: tuple[str, ...]) -> str:
+    if parts[:2] == ("passes", "memory"):
+        return "passes.memory"
+    return parts[0] if parts else ""
+
+
+def _imports(path: pathlib.Path) -> set[tuple[str, ...]]:
+    """Dotted names below graphacc that a file imports, as parts."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module
+            names = [f"{base}.{alias.name}" for alias in node.names] if base in ("graphacc", "graphacc.passes") else [base]
+        for name in names:
+            parts = tuple(name.split("."))
+            if parts[0] == "graphacc":
+                found.add(parts[1:])
+    return found
+
+
+def _files():
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] != "passes" and parts != ("__init__",):
+            yield path, parts
+    for path in sorted((PASSES if PASSES.is_dir() else ROOT / "passes").rglob("*.py")):
+        yield path, ("passes", *path.relative_to(PASSES if PASSES.is_dir() else ROOT / "passes").with_suffix("").parts)
+
+
+def test_dependencies_go_one_way():
+    wrong = []
+    for path, parts in _files():
+        owner = _owner(parts)
+        assert owner in MAY_IMPORT, f"{path}: no rule for {owner!r}; add it to MAY_IMPORT"
+        for imported in _imports(path):
+            target = _owner(imported)
+            if target != owner and target not in MAY_IMPORT[owner]:
+                wrong.append(f"{'/'.join(parts)} imports graphacc.{'.'.join(imported)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_has_no_side_effects():
+    code = (
+        "import os, sys; before = dict(os.environ); import graphacc; from graphacc import compile, train_step, Strategy; import jax;"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a JAX backend was started';"
+        "assert not jax.config.jax_enable_x64; assert dict(os.environ) == before, 'the environment was changed';"
+        "import torch; assert 'torch_xla' not in sys.modules; print('clean')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "clean", result.stderr
+
+
+def test_public_names_exist():
+    for name in graphacc.__all__:
+        assert getattr(graphacc, name) is not None

@@ -1,0 +1,73 @@
+"""Training a model with plain PyTorch and with GraphAcc in the same run, and comparing."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import zoo
+from tolerances import LOSS, PARAMETERS_AFTER_STEPS, relative_error
+from torch import nn
+
+import graphacc
+
+STEPS = 5
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW whose eps stands above rounding noise.
+
+    Some gradients are zero but for rounding (a key's bias under softmax); with the default eps of 1e-8 Adam turns that noise
+    into full steps, and two runs of PyTorch itself that sum in another order differ as much.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-6)
+
+
+def train(model: nn.Module, batches: list[dict], make_optimizer: Callable = adamw, scheduled: bool = True) -> list[float]:
+    """The plain loop; returns the losses."""
+    optimizer = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=len(batches)) if scheduled else None
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss)
+    return [loss.item() for loss in losses]
+
+
+def batches_of(name: str, steps: int = STEPS, batch_size: int = 8) -> list[dict]:
+    return [zoo.batch(name, seed, batch_size) for seed in range(steps)]
+
+
+def compiled(model: nn.Module, strategy: str | None, **options) -> nn.Module:
+    """Compile for tests: no persistent cache, one device unless the strategy says more."""
+    options.setdefault("cache_dir", None)
+    if strategy is None:
+        options.setdefault("devices", 1)
+    return graphacc.compile(model, strategy=strategy or graphacc.Strategy(), **options)
+
+
+def assert_parity(reference: nn.Module, model: nn.Module, expected: list[float], losses: list[float]) -> None:
+    """Losses within 1e-5, and every parameter and buffer within 1e-4 of its largest value."""
+    for step, (got, want) in enumerate(zip(losses, expected, strict=True)):
+        assert abs(got - want) <= LOSS * max(1.0, abs(want)), f"loss of step {step}: {got}, plain PyTorch {want}"
+    got, want = model.state_dict(), reference.state_dict()
+    assert list(got) == list(want)
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= PARAMETERS_AFTER_STEPS, f"{worst}: relative error {errors[worst]:.3g} after {len(losses)} steps"
+
+
+def check_parity(name: str, strategy: str | None, make_optimizer: Callable = adamw, **options) -> nn.Module:
+    """Train a zoo model both ways; returns the compiled model."""
+    reference, _ = zoo.MODELS[name]()
+    model = copy.deepcopy(reference)
+    batches = batches_of(name)
+    expected = train(reference, batches, make_optimizer)
+    model = compiled(model, strategy, **options)
+    losses = train(model, batches, make_optimizer)
+    assert_parity(reference, model, expected, losses)
+    return model
