@@ -4,7 +4,11 @@
 
 All rows run in one process, one after the other in every round; a ratio is the median of the rounds' ratios, so that a
 machine that is busy at times slows both sides of it. Each optimizer has the state that it allocates itself; parameters
-and gradients are shared. "memory traffic" reads and writes what an fp32 Adam step does, and adds only.
+and gradients are shared. "memory traffic" reads and writes what an fp32 Adam step does, and adds only. Before each row there
+is a pause, because OpenMP's threads spin for some milliseconds after their last work, on the cores that the next row needs.
+
+On a machine with other work, `--threads 1 --cpu-time` compares what the rows cost without counting the time in which other
+processes ran. (With several threads, torch's OpenMP then waits for the slowest core, and CPUAdam's tasks move to the free one.)
 """
 
 import argparse
@@ -38,6 +42,7 @@ class Goal:
     at_most: float
 
 
+PAUSE_SECONDS = 0.02
 GOALS = [
     Goal("CPUAdam", "AdamW(fused=True)", 1.05),
     Goal("CPUAdam", "memory traffic", 1 / 0.9),
@@ -46,12 +51,15 @@ GOALS = [
 
 
 def make_rows(num_params: int, num_tensors: int, threads: int) -> list[Row]:
-    params = [torch.nn.Parameter(torch.randn(num_params // num_tensors)) for _ in range(num_tensors)]
-    grads_bf16, copies = {}, {}
-    for param in params:
-        param.grad = torch.rand_like(param) * 1e-3
-        grads_bf16[param] = param.grad.bfloat16()
-        copies[param] = param.detach().bfloat16()
+    all_params, all_grads = torch.randn(num_params), torch.rand(num_params) * 1e-3
+    params, grads_bf16, copies = [], {}, {}
+    for values, grad in zip(all_params.tensor_split(num_tensors), all_grads.tensor_split(num_tensors), strict=True):
+        param = torch.nn.Parameter(values)
+        param.grad = grad
+        params.append(param)
+        grads_bf16[param] = grad.bfloat16()
+        copies[param] = values.bfloat16()
+    traffic_state = adam.huge_zeros_like(all_params), adam.huge_zeros_like(all_params)
     torch_foreach = torch.optim.AdamW(params, foreach=True)
     torch_fused = torch.optim.AdamW(params, fused=True)
     torch_fused.step()
@@ -60,9 +68,7 @@ def make_rows(num_params: int, num_tensors: int, threads: int) -> list[Row]:
     ours.step()
 
     def traffic():
-        for param in params:
-            state = ours.state[param]
-            adam.traffic_probe(param, state["exp_avg"], state["exp_avg_sq"], param.grad, threads=threads)
+        adam.traffic_probe(all_params, *traffic_state, all_grads, threads=threads)
 
     @torch.no_grad()
     def cast_out():
@@ -82,7 +88,12 @@ def make_rows(num_params: int, num_tensors: int, threads: int) -> list[Row]:
         Row(name="AdamW(fused=True)", run=torch_fused.step, bytes_per_param=28, peer="memory traffic"),
         Row(name="CPUAdam", run=ours.step, bytes_per_param=28, peer="AdamW(fused=True)"),
         Row(name="AdamW(fused=True), cast", run=cast_out, bytes_per_param=34, peer="AdamW(fused=True)"),
-        Row(name="CPUAdam, bf16 copy out", run=lambda: ours.step(copies=copies), bytes_per_param=30, peer="AdamW(fused=True), cast"),
+        Row(
+            name="CPUAdam, bf16 copy out",
+            run=lambda: ours.step(copies=copies),
+            bytes_per_param=30,
+            peer="AdamW(fused=True), cast",
+        ),
         Row(name="cast, AdamW(fused=True), cast", run=cast_in_and_out, bytes_per_param=40, peer="AdamW(fused=True)"),
         Row(
             name="CPUAdam, bf16 gradients in, copy out",
@@ -93,14 +104,15 @@ def make_rows(num_params: int, num_tensors: int, threads: int) -> list[Row]:
     ]
 
 
-def measure(rows: list[Row], rounds: int) -> dict[str, list[float]]:
+def measure(rows: list[Row], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds of each row in each round, after one round that is not counted."""
     seconds = {row.name: [] for row in rows}
     for counted in [False] + [True] * rounds:
         for row in rows:
-            start = time.perf_counter()
+            time.sleep(PAUSE_SECONDS)
+            start = clock()
             row.run()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if counted:
                 seconds[row.name].append(elapsed)
     return seconds
@@ -112,12 +124,15 @@ def ratio(seconds: dict[str, list[float]], name: str, peer: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=50e6, help="parameters in all; about 40 bytes of memory for each")
+    parser.add_argument("--params", type=float, default=50e6, help="parameters in all; about 48 bytes of memory for each")
     parser.add_argument("--tensors", type=int, default=24, help="the number of tensors that they are spread over")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of the one thread, for a busy machine")
     options = parser.parse_args()
+    if options.cpu_time and options.threads != 1:
+        parser.error("--cpu-time needs --threads 1: it sees only the calling thread")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
 
@@ -125,8 +140,9 @@ def main() -> None:
         f"{options.params:.3g} parameters in {options.tensors} tensors, {options.threads} threads, {options.rounds} rounds, "
         f"torch {torch.__version__}, kernels {library.default_isa()}, {platform.processor() or platform.machine()}"
     )
+    clock = time.thread_time if options.cpu_time else time.perf_counter
     rows = make_rows(int(options.params), options.tensors, options.threads)
-    seconds = measure(rows, options.rounds)
+    seconds = measure(rows, options.rounds, clock)
     print(f"{'':38} {'ms':>8} {'GB/s':>6}  ratio")
     for row in rows:
         median = statistics.median(seconds[row.name])

@@ -63,7 +63,7 @@ def compile(
     _check_choice("capture", capture, CAPTURES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
     chosen = _choose_strategy(strategy, devices, precision)
-    programs = Programs(chosen, num_devices=devices, batch_dims=batch_dims or {}, cache_dir=cache_dir)
+    programs = Programs(chosen, num_devices=chosen.num_devices if devices is None else devices, batch_dims=batch_dims or {}, cache_dir=cache_dir)
     options = Options(seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF, max_grad_norm=max_grad_norm, nan_loss=nan_loss)
     attach(model, Engine(model, programs, options))
     install_hooks()

@@ -34,3 +34,7 @@ class LoopError(GraphAccError):
 
 class NonFiniteLossError(GraphAccError):
     """The loss of a step is NaN or infinite, and ``nan_loss="stop"`` was set."""
+
+
+class PlanError(GraphAccError, ValueError):
+    """A memory problem is malformed, or a plan breaks one of its rules; the message names the buffers and the values."""

@@ -219,7 +219,7 @@ def _run(updates: list[_Update], groups: list[adam.AdamGroup]) -> None:
         update.state["step"] += 1
         for tensor in (update.param, update.copy, *update.moments.values()):
             if tensor is not None:
-                increment_version(tensor)   # so that autograd notices, as with torch's own in-place operators
+                increment_version(tensor)  # so that autograd notices, as with torch's own in-place operators
 
 
 def _kernel_group(group: dict) -> adam.AdamGroup:
@@ -252,4 +252,6 @@ def _require(where: str, tensor: Tensor, param: Tensor, dtypes: tuple[torch.dtyp
             "step(grads=..., copies=...)."
         )
     if tensor.shape != param.shape:
-        raise ValueError(f"CPUAdam: {where} has shape {tuple(tensor.shape)}, the parameter has {tuple(param.shape)}; they must be equal")
+        raise ValueError(
+            f"CPUAdam: {where} has shape {tuple(tensor.shape)}, the parameter has {tuple(param.shape)}; they must be equal"
+        )

@@ -29,7 +29,8 @@ def test_import_has_no_side_effects():
 import os, torch, jax
 import jax._src.xla_bridge as bridge
 def settings():
-    return dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), jax.config.values, sys.path[:], len(sys.meta_path)
+    torch_settings = torch.get_default_dtype(), torch.get_num_threads()
+    return dict(os.environ), torch_settings, dict(jax.config.values), sys.path[:], len(sys.meta_path)
 before = settings()
 import graphacc, graphacc.optim
 print("same" if settings() == before else "changed", bridge.backends_are_initialized())

@@ -19,7 +19,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     Some gradients are zero but for rounding (a key's bias under softmax); with the default eps of 1e-8 Adam turns that noise
     into full steps, and two runs of PyTorch itself that sum in another order differ as much.
     """
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-6)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-5)
 
 
 def train(model: nn.Module, batches: list[dict], make_optimizer: Callable = adamw, scheduled: bool = True) -> list[float]:

@@ -39,9 +39,16 @@ def platform(compiled: jax.stages.Compiled) -> str:
     return compiled._executable._unloaded_executable.backend.platform
 
 
-def loaded_executable(compiled: jax.stages.Compiled):
-    """The PJRT `LoadedExecutable` behind a compiled function."""
-    return compiled.runtime_executable()
+def serialize(compiled: jax.stages.Compiled) -> bytes:
+    """The PJRT executable behind a compiled function, as bytes. Of one that was itself loaded from bytes the code is missing."""
+    return compiled.runtime_executable().serialize()
+
+
+def cached_executable(entry: bytes) -> bytes:
+    """The serialised executable inside an entry of JAX's persistent compilation cache."""
+    from jax._src import compilation_cache as cache
+
+    return cache.extract_executable_and_time(cache.decompress_executable(entry))[0]
 
 
 def has_host_callbacks(compiled: jax.stages.Compiled) -> bool:

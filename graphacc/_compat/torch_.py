@@ -79,7 +79,8 @@ def decided_branches(*, packed_sequences: bool):
     """Answer, while tracing, the questions that torch's and transformers' own code asks of tensor values.
 
     - nn.Transformer: "is this mask causal?" is not looked up in the mask, which is applied as it is.
-    - transformers: "are several sequences packed in a row?" is answered 'no' unless `packed_sequences`.
+    - transformers: "are several sequences packed in a row?" is answered 'no' unless `packed_sequences`, and experts take
+      the grouped product that is one operator for every dtype.
     - torch.utils.checkpoint runs the function once, without recomputation: what is recomputed is a pass's choice.
     - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off.
     """
@@ -88,7 +89,7 @@ def decided_branches(*, packed_sequences: bool):
     import torch.nn.modules.transformer as transformer
     import torch.utils.checkpoint as checkpoint
 
-    masking = sys.modules.get("transformers.masking_utils")
+    masking, experts = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.integrations.moe")
     fastpath = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
@@ -97,6 +98,8 @@ def decided_branches(*, packed_sequences: bool):
         stack.enter_context(patched(checkpoint, CheckpointFunction=_RunOnce, _checkpoint_without_reentrant_generator=_run_once))
         if masking is not None and not packed_sequences:
             stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
+        if experts is not None:
+            stack.enter_context(patched(experts, _can_use_grouped_mm=lambda *args: False))
         yield
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -63,29 +62,6 @@ def _restore(current: dict, before: dict) -> None:
 def _refill(table: dict | set, content: dict | set) -> None:
     table.clear()
     table.update(content)
-
-
-@contextlib.contextmanager
-def watched_attributes(model: nn.Module, replaced: dict[int, str]):
-    """Note plain attributes that the block changes, which no captured step can do.
-
-    Tensors that it replaces are added to `replaced` as id -> dotted name: one that the block also reads is state of the
-    model. A number that it changes keeps its present value in every step, which a warning says.
-    """
-    before = {path: dict(vars(module)) for path, module in model.named_modules()}
-    yield
-    for path, module in model.named_modules():
-        after = vars(module)
-        for name, value in before.get(path, {}).items():
-            label = f"{path}.{name}" if path else name
-            if isinstance(value, Tensor) and after.get(name) is not value:
-                replaced[id(value)] = label
-            elif type(value) in (int, float) and after.get(name) != value:
-                warnings.warn(
-                    f"the forward changes attribute {label!r} from {value!r} to {after.get(name)!r}; a captured step computes with "
-                    f"{value!r} always. What must change from step to step belongs in a buffer (register_buffer).",
-                    stacklevel=2,
-                )
 
 
 def substitute(model: nn.Module, replacements: dict[int, Tensor]) -> None:

@@ -18,7 +18,7 @@ from graphacc._compat.torch_ import foreach_operators
 aten = torch.ops.aten
 
 _FROM_TORCH = [
-    aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
+    aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm_backward,
     aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
     aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward, aten.batch_norm_backward,
     aten._batch_norm_with_update_functional, aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward,
@@ -26,7 +26,7 @@ _FROM_TORCH = [
     aten._log_softmax, aten._softmax, aten._safe_softmax, aten._log_softmax_backward_data, aten._softmax_backward_data,
     aten.gelu_backward, aten.silu, aten.silu_backward, aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward,
     aten.hardtanh_backward, aten.hardswish_backward, aten.hardsigmoid_backward, aten.leaky_relu_backward, aten.mish_backward,
-    aten.native_dropout_backward, aten.addmm, aten.addmv, aten.addr, aten.baddbmm, aten.addbmm,
+    aten.native_dropout_backward, aten.addmv, aten.addr, aten.addbmm,
     aten.upsample_bilinear2d, aten.upsample_nearest2d, aten.upsample_nearest1d, aten.upsample_nearest3d,
     aten.rsub, aten.mse_loss, aten.mse_loss_backward, aten.logit_backward, aten.elu_backward, aten.softplus_backward,
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.linalg_vector_norm, aten.index_add, aten.masked_fill,
@@ -112,6 +112,21 @@ def _std_mean(x: Tensor, dim=None, *, correction=None, keepdim=False) -> tuple[T
     return var.sqrt(), mean
 
 
+@_decomposes(aten.native_group_norm.default)
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, c, ...] normalised over each of `groups` blocks of channels; also the mean and 1 / deviation, [n, groups]."""
+    wide = _accumulated(x).reshape(n, groups, c // groups * size)
+    var, mean = _var_mean(wide, [2], correction=0, keepdim=True)
+    rstd = (var + eps).rsqrt()
+    out = ((wide - mean) * rstd).reshape(x.shape)
+    channels = [1, c, *[1] * (x.dim() - 2)]
+    out = out if weight is None else out * weight.reshape(channels)
+    out = out if bias is None else out + bias.reshape(channels)
+    return out.to(x.dtype), mean.reshape(n, groups).to(x.dtype), rstd.reshape(n, groups).to(x.dtype)
+
+
 @_decomposes(aten.sum.default)
 def _sum(x: Tensor, *, dtype=None) -> Tensor:
     return aten.sum.dim_IntList(x, list(range(x.dim())), dtype=dtype)
@@ -120,6 +135,25 @@ def _sum(x: Tensor, *, dtype=None) -> Tensor:
 @_decomposes(aten.mean.default)
 def _mean(x: Tensor, *, dtype=None) -> Tensor:
     return aten.mean.dim(x, list(range(x.dim())), dtype=dtype)
+
+
+@_decomposes(aten.addmm.default)
+def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    return _product_sum(aten.mm.default, x, a, b, beta, alpha)
+
+
+@_decomposes(aten.baddbmm.default)
+def _baddbmm(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    return _product_sum(aten.bmm.default, x, a, b, beta, alpha)
+
+
+def _product_sum(multiply: Callable, x: Tensor, a: Tensor, b: Tensor, beta, alpha) -> Tensor:
+    """beta x + alpha a b. A linear layer's product stays in bf16 (torch's decomposition computes it in fp32); with factors, as in
+    Muon's iteration, the sum is rounded once, as torch's kernels do."""
+    if beta == alpha == 1:
+        return multiply(a, b) + x
+    product = multiply(_accumulated(a), _accumulated(b)) * alpha
+    return (product if beta == 0 else product + _accumulated(x) * beta).to(a.dtype)
 
 
 @_decomposes(aten.t.default)
@@ -267,7 +301,20 @@ def _sub_scalar(x: Tensor, y, alpha=1) -> Tensor:
     return aten.sub.Tensor(x, y, alpha=alpha)
 
 
-@_decomposes(aten.index_put.default, aten._unsafe_index_put.default)
+@_decomposes(aten._unsafe_index_put.default)
+def _unsafe_index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    return aten.index_put.default(x, indices, values, accumulate)
+
+
+@_decomposes(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """w = v g / |v|, the norm over all dims but `dim`."""
+    others = [d for d in range(v.dim()) if d != dim]
+    inner = (grad * v).sum(others, keepdim=True)
+    return g / norms * (grad - v * inner / (norms * norms)), inner / norms
+
+
+@_decomposes(aten.index_put.default)
 def _index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     """``x[mask] = number`` is a where; anything else stays."""
     mask = indices[0]

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches
 from graphacc.capture.attention import whole_attention
-from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute, watched_attributes
+from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
+from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes
 from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import KEY, Results, Slot, trace
 from graphacc.errors import CaptureError
@@ -92,16 +93,17 @@ def _capture(
         substitute(model, stand_ins)
 
         def forward() -> tuple[Tensor | None, list[Tensor]]:
-            with _computing_in(precision), watched_attributes(model, replaced):
+            with _computing_in(precision), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
                 return fn(model, leaves)
 
         results = program(dict(zip((item.name for item in parameters), trained)), forward)
-        _check_unchanged(model, parameters, stand_ins)
+        results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, tensors)]
         return results + [(Kind.BUFFER, item.name, _current(model, item.name).detach()) for item in buffers]
 
-    with borrowed(model), contextlib.ExitStack() as stack:
+    with borrowed(model), dense_gradients(model), contextlib.ExitStack() as stack:
         stack.enter_context(compiling())
         stack.enter_context(decided_branches(packed_sequences=any("position_ids" in path for path in batch.paths)))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
         stack.enter_context(whole_attention())
         step = trace(
             [*slots, KEY],
@@ -111,6 +113,7 @@ def _capture(
             constants="<const>",
             replaced=replaced,
         )
+    _check_unchanged(step)
     return _with_trainable(step)
 
 
@@ -196,15 +199,13 @@ def _current(model: nn.Module, name: str) -> Tensor:
     return model.get_submodule(path)._buffers[attribute]
 
 
-def _check_unchanged(model: nn.Module, parameters: Sequence[Named], stand_ins: dict[int, Tensor]) -> None:
-    for item in parameters:
-        path, _, attribute = item.name.rpartition(".")
-        stand_in = stand_ins[id(item.tensor)]
-        if model.get_submodule(path)._parameters.get(attribute) is not stand_in or stand_in._version:
-            raise CaptureError(
-                f"the forward writes into parameter {item.name!r}: in a captured step only the optimizer changes parameters; "
-                "keep what the forward updates in a buffer (register_buffer)"
-            )
+def _check_unchanged(step: StepGraph) -> None:
+    written = [out.target for out in step.outputs if out.kind is Kind.PARAM]
+    if written:
+        raise CaptureError(
+            f"the forward writes into parameter(s) {', '.join(written)}: in a captured step only the optimizer changes parameters; keep what "
+            "the forward updates in a buffer (register_buffer)"
+        )
 
 
 def _with_trainable(step: StepGraph) -> StepGraph:

@@ -222,6 +222,11 @@ def _prepares_group(optimizer_class: type[Optimizer]) -> bool:
     return hasattr(optimizer_class, "_init_group") and not issubclass(optimizer_class, torch.optim.SGD)
 
 
+def is_separable(optimizer: Optimizer) -> bool:
+    """Whether every parameter is updated by itself, as torch's own optimizers do on their single-tensor path."""
+    return inspect.unwrap(traceable_class(optimizer).step).__module__.startswith("torch.optim.")
+
+
 def _prepared(optimizer: Optimizer, index: int, parameter: Tensor) -> dict:
     parameter.grad = torch.zeros_like(parameter)
     group = plain(optimizer.param_groups[index]) | {"params": [parameter]}

@@ -14,15 +14,19 @@ from torch.overrides import TorchFunctionMode
 from graphacc._compat.torch_ import annotate_nodes
 from graphacc.graph import Phase
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_GRAPHACC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_EXAMPLES = os.path.join(_GRAPHACC, "examples") + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _MAX_LINES = 6
 
 
 def is_user_file(filename: str) -> bool:
     """Whether a source file is neither torch's, ours, nor the standard library's."""
-    if filename.startswith("<") or filename.startswith(_LIBRARIES):
+    if filename.startswith(("<", _TORCH)):
         return False
+    if filename.startswith(_GRAPHACC):
+        return filename.startswith(_EXAMPLES)
     return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
 
 

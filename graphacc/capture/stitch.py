@@ -23,34 +23,44 @@ def stitch(joint: StepGraph, update: StepGraph) -> StepGraph:
     Raises:
         GraphError: `update` reads a gradient that `joint` does not give, or a tensor of another shape or dtype.
     """
+    _check_gradients(joint, update)
+    return joined(joint, update)
+
+
+def joined(first: StepGraph, second: StepGraph) -> StepGraph:
+    """Both graphs as one; gradients that `first` gives are internal.
+
+    Raises:
+        GraphError: `second` reads a tensor of another shape or dtype than `first` has.
+    """
+    _check_wiring(first, second)
     graph = fx.Graph()
-    outside = [item for item in update.inputs if _key(item) not in _keys(joint.inputs) and _key(item) not in _keys(joint.outputs)]
-    _check_wiring(joint, update, outside)
     inputs: list[Input] = []
     sources: dict[_Key, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
-    for step, items in ((joint, joint.inputs), (update, outside)):
+    known = _keys(first.inputs) | _keys(first.outputs)
+    outside = [item for item in second.inputs if _key(item) not in known]
+    for step, items in ((first, first.inputs), (second, outside)):
         placeholders = dict(zip(map(_key, step.inputs), step.placeholders))
         for item in items:
             old = placeholders[_key(item)]
             node = copies[old] = sources[_key(item)] = graph.node_copy(old)
             inputs.append(dataclasses.replace(item, name=node.name))
 
-    outputs = [out for out in joint.outputs if out.kind is not Kind.GRAD]
-    _copy_calls(joint, graph, copies)
-    results = [copies[node] for node, out in zip(joint.results, joint.outputs) if out.kind is not Kind.GRAD]
-    sources |= {_key(out): copies[node] for node, out in zip(joint.results, joint.outputs) if out.kind is not Kind.BUFFER}
-
-    copies.update({node: sources[_key(item)] for node, item in zip(update.placeholders, update.inputs)})
-    _copy_calls(update, graph, copies)
-    results += [copies[node] for node in update.results]
-    graph.output(tuple(results))
+    _copy_calls(first, graph, copies)
+    made = [(out, copies[node]) for out, node in zip(first.outputs, first.results)]
+    sources |= {_key(out): node for out, node in made if out.kind is not Kind.BUFFER}
+    copies.update({node: sources[_key(item)] for node, item in zip(second.placeholders, second.inputs)})
+    _copy_calls(second, graph, copies)
+    made = [(out, node) for out, node in made if out.kind is not Kind.GRAD]
+    made += [(out, copies[node]) for out, node in zip(second.outputs, second.results)]
+    graph.output(tuple(node for _, node in made))
     graph.eliminate_dead_code()
     step = StepGraph(
         module=fx.GraphModule(nn.Module(), graph),
         inputs=tuple(inputs),
-        outputs=(*outputs, *update.outputs),
-        constants=joint.constants | update.constants,
+        outputs=tuple(out for out, _ in made),
+        constants=first.constants | second.constants,
     )
     step.verify()
     return step
@@ -64,17 +74,21 @@ def _keys(items: tuple[Input, ...] | tuple[Output, ...]) -> set[_Key]:
     return {_key(item) for item in items}
 
 
-def _check_wiring(joint: StepGraph, update: StepGraph, outside: list[Input]) -> None:
-    missing = [item.target for item in outside if item.kind in (Kind.GRAD, Kind.PARAM)]
+def _check_gradients(joint: StepGraph, update: StepGraph) -> None:
+    given = _keys(joint.inputs) | _keys(joint.outputs)
+    missing = [item.target for item in update.inputs if item.kind in (Kind.GRAD, Kind.PARAM) and _key(item) not in given]
     if missing:
         raise GraphError(f"the update reads {missing}, which the joint graph does not give: capture it for the gradients that the joint graph has")
-    given = {_key(item): item for item in (*joint.inputs, *joint.outputs)}
-    for item in update.inputs:
+
+
+def _check_wiring(first: StepGraph, second: StepGraph) -> None:
+    given = {_key(item): item for item in (*first.inputs, *first.outputs)}
+    for item in second.inputs:
         source = given.get(_key(item), item)
         if (source.shape, source.dtype) != (item.shape, item.dtype):
             raise GraphError(
-                f"the update reads {item.kind.value} {item.target!r} as {item.dtype}{list(item.shape)}, "
-                f"the joint graph gives {source.dtype}{list(source.shape)}"
+                f"the second graph reads {item.kind.value} {item.target!r} as {item.dtype}{list(item.shape)}, "
+                f"the first gives {source.dtype}{list(source.shape)}"
             )
 
 

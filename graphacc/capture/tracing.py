@@ -11,6 +11,7 @@ from graphacc._compat.torch_ import fake_mode, trace_functional
 from graphacc.capture.cleanup import rebuilt
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.diagnose import explained
+from graphacc.capture.guards import quiet_failures
 from graphacc.capture.randomness import Streams
 from graphacc.capture.source import SourceMode
 from graphacc.errors import CaptureError
@@ -59,7 +60,7 @@ def trace(
 ) -> StepGraph:
     """Trace `program`, which maps one tensor per slot to its results, into a verified StepGraph.
 
-    Buffers that `program` returns as it got them are no outputs.
+    Buffers and parameters that `program` returns as it got them are no outputs.
 
     Args:
         slots: the inputs; the one of kind KEY feeds the random operators.
@@ -87,7 +88,7 @@ def trace(
         for slot, fake in zip(slots, fakes):
             if slot.kind is Kind.KEY:
                 table.update(Streams(fake, first_stream).table())
-        with explained(what):
+        with explained(what), quiet_failures():
             module = trace_functional(flat_program, fakes, table)
     graph, lifted = rebuilt(module, _unique_names(slots), source.phase, replaced)
     return _signed(graph, slots, signature, lifted, constants)
@@ -111,9 +112,8 @@ def _signed(
         inputs.append(Input(name=node.name, kind=Kind.BUFFER, target=target, shape=tuple(value.shape), dtype=value.dtype))
 
     output_node = graph.output_node()
-    changed = [
-        (node, key) for node, key in zip(output_node.args[0], signature) if key[0] is not Kind.BUFFER or own[key] is not node
-    ]
+    held = {key: node for key, node in own.items() if key[0] in (Kind.BUFFER, Kind.PARAM)}
+    changed = [(node, key) for node, key in zip(output_node.args[0], signature) if held.get(key) is not node]
     output_node.args = (tuple(node for node, _ in changed),)
     graph.eliminate_dead_code()
     _check_random(graph)

@@ -14,6 +14,7 @@ from graphacc._compat.torch_ import compiling, data_dependent_errors
 from graphacc.capture.optimizer import (
     Member,
     hyperparameters,
+    is_separable,
     lazy_keys,
     members,
     plain,
@@ -22,8 +23,10 @@ from graphacc.capture.optimizer import (
     state_layout,
     with_numbers,
 )
+from graphacc.capture.replicate import replicated
 from graphacc.capture.scalars import ValueNeeded, traced_scalars
 from graphacc.capture.source import SourceMode
+from graphacc.capture.stitch import joined
 from graphacc.capture.tracing import KEY, Results, Slot, trace
 from graphacc.errors import CaptureError
 from graphacc.graph import Input, Kind, Phase, StepGraph
@@ -34,6 +37,8 @@ Transform = Callable[[dict[str, Tensor], list[Tensor]], dict[str, Tensor]]
 FIRST_STREAM = 2**20
 """Random operators of gradient code take streams from here on, those of the model below."""
 
+_Feeds = dict[tuple[Kind, str], Tensor]
+
 
 def capture_update(
     model: nn.Module,
@@ -42,6 +47,8 @@ def capture_update(
     *,
     transform: Transform | None = None,
     extras: Sequence[Input] = (),
+    updated: Sequence[str] | None = None,
+    results: Callable[[], dict[str, Tensor]] = dict,
     dynamic: Iterable[str] = (),
 ) -> StepGraph:
     """Capture one step of the optimizer.
@@ -51,80 +58,118 @@ def capture_update(
         grads: names of the parameters that have a gradient.
         transform: gradient code that runs before the optimizer, such as clipping.
         extras: further inputs, which `transform` gets in this order; their names are not used.
+        updated: names of the parameters that have a gradient after `transform`; default: `grads`.
+        results: called after `transform`; the values that it gives, by target, become outputs of kind USER.
         dynamic: numbers of the parameter groups that are inputs besides the learning rates, see `hyperparameters`.
 
     Returns:
-        A graph with inputs PARAM, GRAD, STATE, HYPER and the extras, and outputs PARAM and STATE. Without `transform`
-        only parameters that both have a gradient and belong to the optimizer appear.
+        A graph with inputs PARAM, GRAD, STATE, HYPER and the extras (and KEY if `transform` draws random numbers), and outputs PARAM
+        and STATE. Without `transform` only parameters that both have a gradient and belong to the optimizer appear.
 
     Raises:
         CaptureError: the optimizer cannot be captured.
     """
-    update = _Update(model, optimizer, tuple(grads), transform, tuple(extras), hyperparameters(optimizer, dynamic))
+    found = members(model, optimizer, grads if updated is None else updated)
+    step = _capture_optimizer(optimizer, found, hyperparameters(optimizer, dynamic))
+    if transform is None:
+        return step
+    return joined(_capture_gradient_code(model, grads, found, transform, extras, results), step)
+
+
+def _capture_gradient_code(
+    model: nn.Module,
+    grads: Sequence[str],
+    found: Sequence[Member],
+    transform: Transform,
+    extras: Sequence[Input],
+    results: Callable[[], dict[str, Tensor]],
+) -> StepGraph:
+    """A graph from GRAD and the extras to the GRAD that the optimizer sees, and USER results."""
+    parameters = dict(model.named_parameters())
+    slots = [Slot.like(Kind.GRAD, name, parameters[name]) for name in grads]
+    slots += [Slot(kind=extra.kind, target=extra.target, shape=extra.shape, dtype=extra.dtype) for extra in extras]
+
+    def program(tensors: list[Tensor]) -> Results:
+        with torch.no_grad():
+            result = transform(dict(zip(grads, tensors)), tensors[len(grads) : -1])
+        missing = [member.name for member in found if member.name not in result]
+        if missing:
+            raise CaptureError(f"the gradient code returned no gradient for {missing}: return one for every parameter that it got")
+        user: Results = [(Kind.USER, target, tensor.detach()) for target, tensor in results().items()]
+        return [(Kind.GRAD, member.name, result[member.name].to(member.parameter.dtype)) for member in found] + user
+
+    source = SourceMode({}, Phase.UPDATE)
+    step = trace([*slots, KEY], program, source=source, what="the gradient code", constants="<const>.gradients", first_stream=FIRST_STREAM)
+    return _without_unused_key(step)
+
+
+def _without_unused_key(step: StepGraph) -> StepGraph:
+    (index,) = step.input_indices(Kind.KEY)
+    node = step.placeholders[index]
+    if not node.users:
+        step.graph.erase_node(node)
+        step.inputs = step.inputs[:index] + step.inputs[index + 1 :]
+        step.module.recompile()
+    return step
+
+
+def _capture_optimizer(optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float]) -> StepGraph:
+    state = {member.name: state_layout(optimizer, member) for member in found}
+    representatives = {member.name: member.name for member in found}
+    if is_separable(optimizer):
+        first: dict[tuple, str] = {}
+        representatives = {member.name: first.setdefault(_likeness(member, state[member.name]), member.name) for member in found}
+    update = _Update(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers)
     try:
-        return update.trace(capturable=False)
+        step = update.trace(capturable=False)
     except CaptureError as error:
-        # RAdam and ASGD branch on their state, except in the form that torch made for CUDA graphs.
+        # RAdam, ASGD and Rprop branch on values, except in the form that torch made for CUDA graphs.
         branched = isinstance(error.__cause__, (ValueNeeded, *data_dependent_errors()))
         if not branched or not any("capturable" in group for group in optimizer.param_groups):
             raise
-        return update.trace(capturable=True)
+        step = update.trace(capturable=True)
+    return replicated(step, representatives) if len(update.members) < len(found) else step
+
+
+def _likeness(member: Member, state: dict[str, Tensor]) -> tuple:
+    """Members with equal ones have the same operators in their updates."""
+    parameter = member.parameter
+    layout = tuple((key, tuple(x.shape), x.dtype) for key, x in state.items())
+    return member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, layout
 
 
 class _Update:
-    """What is known before tracing: the members, their state and the slots of all inputs."""
+    """What is known before the optimizer is traced: its members, their state and the slots of all inputs."""
 
-    def __init__(self, model, optimizer, grads, transform, extras, numbers):
-        self.optimizer, self.transform, self.extras, self.numbers = optimizer, transform, extras, numbers
-        self.members = members(model, optimizer, grads)
-        parameters = {member.name: member.parameter for member in self.members}
-        every = dict(model.named_parameters())
-        self.grads = {name: every[name] for name in grads} if transform else parameters
-        self.state = {member.name: state_layout(optimizer, member) for member in self.members}
-        self.lazy = lazy_keys(optimizer, self.members)
-        self.slots = [Slot.like(Kind.PARAM, name, tensor) for name, tensor in parameters.items()]
-        self.slots += [Slot.like(Kind.GRAD, name, tensor) for name, tensor in self.grads.items()]
+    def __init__(self, optimizer: Optimizer, found: Sequence[Member], state: dict[str, dict[str, Tensor]], numbers: dict[str, float]):
+        self.optimizer, self.members, self.numbers = optimizer, found, numbers
+        self.state = {member.name: state[member.name] for member in found}
+        self.lazy = lazy_keys(optimizer, found)
+        self.slots = [Slot.like(Kind.PARAM, member.name, member.parameter) for member in found]
+        self.slots += [Slot.like(Kind.GRAD, member.name, member.parameter) for member in found]
         self.slots += [Slot.like(Kind.STATE, f"{name}/{key}", x) for name, held in self.state.items() for key, x in held.items()]
         self.slots += [Slot(kind=Kind.HYPER, target=name, shape=(), dtype=torch.float64) for name in numbers]
-        known = {(slot.kind, slot.target) for slot in self.slots}
-        further = [extra for extra in extras if (extra.kind, extra.target) not in known]  # gradient code may read a parameter
-        self.slots += [Slot(kind=extra.kind, target=extra.target, shape=extra.shape, dtype=extra.dtype) for extra in further]
 
     def trace(self, *, capturable: bool) -> StepGraph:
         def program(tensors: list[Tensor]) -> Results:
             feeds = {(slot.kind, slot.target): tensor for slot, tensor in zip(self.slots, tensors)}
-            with torch.no_grad():
-                return self.program(feeds, capturable)
+            state = {name: {key: feeds[Kind.STATE, f"{name}/{key}"] for key in held} for name, held in self.state.items()}
+            steady = self.step(feeds, state, capturable)
+            if not self.lazy:
+                return steady
+            fresh = {name: {} if name in self.lazy else held for name, held in state.items()}
+            return self.merge(feeds, self.step(feeds, fresh, capturable), steady)
 
-        with compiling():
-            step = trace(
-                [*self.slots, KEY],
-                program,
-                source=SourceMode({}, Phase.UPDATE),
-                what=f"the optimizer {type(self.optimizer).__name__}",
-                constants="<const>.update",
-                first_stream=FIRST_STREAM,
-            )
-        return _without_unused_key(step)
+        source, what = SourceMode({}, Phase.UPDATE), f"the optimizer {type(self.optimizer).__name__}"
+        with compiling(), torch.no_grad():
+            return trace(self.slots, program, source=source, what=what, constants="<const>.update")
 
-    def program(self, feeds: dict[tuple[Kind, str], Tensor], capturable: bool) -> Results:
-        grads = {name: feeds[Kind.GRAD, name] for name in self.grads}
-        if self.transform is not None:
-            grads = self.transform(grads, [feeds[extra.kind, extra.target] for extra in self.extras])
-            _check_transformed(grads, self.members)
-        state = {name: {key: feeds[Kind.STATE, f"{name}/{key}"] for key in held} for name, held in self.state.items()}
-        steady = self.step(feeds, grads, state, capturable)
-        if not self.lazy:
-            return steady
-        fresh = {name: {} if name in self.lazy else held for name, held in state.items()}
-        return self.merge(feeds, self.step(feeds, grads, fresh, capturable), steady)
-
-    def step(
-        self, feeds: dict[tuple[Kind, str], Tensor], grads: dict[str, Tensor], state: dict[str, dict[str, Tensor]], capturable: bool
-    ) -> Results:
+    def step(self, feeds: _Feeds, state: dict[str, dict[str, Tensor]], capturable: bool) -> Results:
         """Run the optimizer on copies of the traced inputs; returns new parameters and state in the inputs' dtypes."""
         numbers = {name: feeds[Kind.HYPER, name] for name in self.numbers}
-        values = {member.name: _working_copy(feeds[Kind.PARAM, member.name], grads[member.name]) for member in self.members}
+        values = {member.name: feeds[Kind.PARAM, member.name].clone() for member in self.members}
+        for name, value in values.items():
+            value.grad = feeds[Kind.GRAD, name].clone()
         groups = [with_numbers(plain(g, capturable=capturable), i, numbers) for i, g in enumerate(self.optimizer.param_groups)]
         for i, group in enumerate(groups):
             group["params"] = [values[member.name] for member in self.members if member.group == i]
@@ -136,7 +181,7 @@ class _Update:
         _check_python_numbers(double, before)
         return self.results(feeds, values, double)
 
-    def results(self, feeds: dict[tuple[Kind, str], Tensor], values: dict[str, Tensor], double: Optimizer) -> Results:
+    def results(self, feeds: _Feeds, values: dict[str, Tensor], double: Optimizer) -> Results:
         found: Results = []
         for name, value in values.items():
             found.append((Kind.PARAM, name, value.to(feeds[Kind.PARAM, name].dtype)))
@@ -151,7 +196,7 @@ class _Update:
                 found.append((Kind.STATE, target, torch.as_tensor(after[key]).to(feeds[Kind.STATE, target].dtype)))
         return found
 
-    def merge(self, feeds: dict[tuple[Kind, str], Tensor], fresh: Results, steady: Results) -> Results:
+    def merge(self, feeds: _Feeds, fresh: Results, steady: Results) -> Results:
         """Where state is NaN, which stands for "not yet there", take the result of a first step."""
         merged: Results = []
         for (kind, target, first), (_, _, later) in zip(fresh, steady):
@@ -164,31 +209,9 @@ class _Update:
         return merged
 
 
-def _without_unused_key(step: StepGraph) -> StepGraph:
-    (index,) = step.input_indices(Kind.KEY)
-    node = step.placeholders[index]
-    if not node.users:
-        step.graph.erase_node(node)
-        step.inputs = step.inputs[:index] + step.inputs[index + 1 :]
-        step.module.recompile()
-    return step
-
-
-def _working_copy(value: Tensor, grad: Tensor) -> Tensor:
-    copy = value.clone()
-    copy.grad = grad.clone()
-    return copy
-
-
 def _working_state(key: str, value: Tensor) -> Tensor:
     """State for the step to write into; the step count in float64, so that what is computed from it is too."""
     return value.double() if key == "step" and value.is_floating_point() else value.clone()
-
-
-def _check_transformed(grads: object, wanted: Sequence[Member]) -> None:
-    missing = [member.name for member in wanted if member.name not in grads]
-    if missing:
-        raise CaptureError(f"the gradient code returned no gradient for {missing}: return one for every parameter that it was given")
 
 
 def _python_numbers(double: Optimizer) -> dict[str, object]:

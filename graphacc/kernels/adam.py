@@ -66,7 +66,13 @@ def adam_step(tensors: Sequence[AdamTensor], groups: Sequence[AdamGroup], *, thr
 
 
 def traffic_probe(
-    param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, *, threads: int, isa: str | None = None
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    threads: int,
+    isa: str | None = None,
 ) -> None:
     """For benchmarks: move what an fp32 Adam step moves (28 bytes per element), adding `grad` to the other three."""
     tensors = (param, exp_avg, exp_avg_sq, grad)

@@ -21,6 +21,7 @@ class GradientCode:
     tape: Tape
     names: tuple[str, ...]  # parameters whose gradients the update uses
     max_norm: float | None  # clip the total norm of the gradients to this, last
+    results: tuple[int, ...] = ()  # value indices that the loop still holds, such as the norm before clipping
 
     @property
     def external_indices(self) -> list[int]:
@@ -48,17 +49,19 @@ class GradientCode:
         """The inputs besides gradients: externals as BATCH, values of the forward part as USER, parameters and buffers."""
         tape = self.tape
         externals = [_input(Kind.BATCH, tape.external_paths[i], tape.externals[i]) for i in self.external_indices]
-        values = [_input(Kind.USER, str(i), tape.values[i]) for i in self.forward_values]
+        values = [
+            _input(Kind.LOSS, "loss", tape.values[i]) if i == tape.loss else _input(Kind.USER, str(i), tape.values[i])
+            for i in self.forward_values
+        ]
         return externals + values + [_input(handle.kind, handle.name, handle.host_value()) for handle in self.handles]
 
     def key(self) -> tuple:
         tape = self.tape
         bindings = tuple((name, tape.grad_values.get(name), tape.grad_bindings.get(name)) for name in self.names)
-        return tape.key(tape.gradient_calls), bindings, self.max_norm
+        return tape.key(tape.gradient_calls), bindings, self.max_norm, self.results
 
-    def apply(self, grads: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Replay on tensors: name -> gradient as backward gave it, to name -> gradient that the update uses."""
-        env = self.replay(grads, extras)
+    def update_gradients(self, env: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Parameter name -> the gradient that the update uses, from the values of the gradient code."""
         result = {name: env[self.tape.grad_bindings[name]] for name in self.names}
         return result if self.max_norm is None else clip_total_norm(result, self.max_norm)
 
@@ -158,12 +161,22 @@ def _without_outputs(step: StepGraph, kind: Kind) -> StepGraph:
 
 def update_graph(model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]) -> StepGraph:
     """Gradient code and the optimizer's step."""
-    grads = tuple(code.tape.grad_values) if code.tape.gradient_calls else code.names
+    env: dict[int, Tensor] = {}
 
-    def transform(values: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
-        return code.apply(values, extras)
+    def transform(grads: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
+        env.update(code.replay(grads, extras))
+        return code.update_gradients(env)
 
-    return capture_update(model, optimizer, grads, transform=transform, extras=code.inputs(), dynamic=dynamic)
+    return capture_update(
+        model,
+        optimizer,
+        tuple(code.tape.grad_values) if code.tape.gradient_calls else code.names,
+        transform=transform,
+        extras=code.inputs(),
+        updated=code.names,
+        results=lambda: {str(index): env[index] for index in code.results},
+        dynamic=dynamic,
+    )
 
 
 def step_graph(joint: StepGraph, update: StepGraph) -> StepGraph:

@@ -138,7 +138,7 @@ class Engine:
         if not isinstance(function, ModelCall):
             return self.fakes.run(function, args, kwargs)
         with self.direct_calls():
-            return self.fakes.run(torch.func.functional_call, (self.model, self.fakes.model_tensors(), args, kwargs), {})
+            return self.fakes.call_model(args, kwargs)
 
     # ---- gradients
 
@@ -364,10 +364,13 @@ class Engine:
             if isinstance(grad := self.handles[name].grad, Tensor):
                 self.programs.put(compiled, Kind.GRAD, name, grad)
         self._upload_optimizer_state(compiled, binding)
-        self._run(compiled, tape, binding=binding)
+        self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        self._close(tape)
 
     def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:
-        return build.GradientCode(tape=tape, names=names, max_norm=self.options.max_grad_norm)
+        made = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}
+        results = tuple(index for index in tape.live() if index in made and not tape.has_value(index))
+        return build.GradientCode(tape=tape, names=names, max_norm=self.options.max_grad_norm, results=results)
 
     def _capture(self, build_graph: Callable[..., StepGraph], *args) -> StepGraph:
         with self.direct_calls():
@@ -395,7 +398,9 @@ class Engine:
             feeds[Kind.BATCH, path] = tensor
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}
-        feeds |= {(item.kind, item.target): tape.value(int(item.target)) for item in compiled.graph.inputs if item.kind is Kind.USER}
+        for item in compiled.graph.inputs:
+            if item.kind in (Kind.LOSS, Kind.USER):
+                feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
         fetched = self.programs.run(compiled, feeds)
         for item in compiled.graph.outputs:
             if item.kind in (Kind.PARAM, Kind.BUFFER):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from graphacc._compat.torch_ import compiling
+from graphacc._compat.torch_ import compiling, decided_branches
+from graphacc.capture.diagnose import explained
 from graphacc.loop.managed import Handle
 from graphacc.loop.tape import Param
 
@@ -33,6 +34,16 @@ class Fakes:
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
         with self._mode, compiling():
             return function(*args, **kwargs)
+
+    def call_model(self, args: tuple, kwargs: dict):
+        """Call the model itself, in its present mode, on fake tensors.
+
+        Raises:
+            CaptureError: its code asks for a tensor's values; names the line.
+        """
+        packed, tensors = "position_ids" in kwargs, self.model_tensors()
+        with self._mode, compiling(), decided_branches(packed_sequences=packed), explained(f"the model {type(self.model).__name__}"):
+            return torch.func.functional_call(self.model, tensors, args, kwargs)
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model under all its names, fake; a tied tensor is one fake."""

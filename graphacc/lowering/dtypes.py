@@ -44,6 +44,15 @@ def to_torch(dtype: np.dtype) -> torch.dtype:
     return _TORCH[np.dtype(dtype)]
 
 
+def from_torch(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values and dtype as a numpy array (numpy itself does not know bf16)."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        bits = torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8
+        return tensor.view(bits).numpy().view(to_jax(tensor.dtype))
+    return tensor.numpy()
+
+
 def cast(x, dtype) -> jax.Array:
     """`x` (array or number) in a numpy dtype; complex to real keeps the real part, as torch does."""
     dtype = np.dtype(dtype)

@@ -13,7 +13,7 @@ import torch.fx
 from graphacc._compat.jax_ import x64
 from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
-from graphacc.lowering.dtypes import to_jax, to_torch
+from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
 from graphacc.lowering.registry import Context, find, reason
 
 
@@ -98,7 +98,7 @@ def run_graph(module: torch.fx.GraphModule, arrays: Sequence[jax.Array]) -> obje
             env[node] = next(inputs)
             _check_value(node, node.meta.get("val"), env[node])
         elif node.op == "get_attr":
-            env[node] = _constant(getattr(module, node.target))
+            env[node] = jnp.asarray(from_torch(getattr(module, node.target)))
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:
@@ -167,6 +167,3 @@ def source_line(node: torch.fx.Node) -> str:
 def _is_operator(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
-
-def _constant(tensor: torch.Tensor) -> jax.Array:
-    return jnp.asarray(tensor.detach().cpu().numpy())

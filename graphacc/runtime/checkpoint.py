@@ -2,13 +2,13 @@
 
 Why safetensors and not orbax: a checkpoint is a few plain files that other tools can open, there is no pickle and no
 further dependency, and the code that has to be right when a machine dies is short enough to read. Every process
-writes the shards that lie on its own devices (one replica of each), block by block, so no host ever holds the whole
-model; loading reads for each device the slices that it needs. Shapes are the model's own, without padding.
+writes the shards that lie on its own devices (one replica of each), block by block, and nothing is gathered; loading
+reads for each device the slices that it needs. Shapes are the model's own, without padding.
 
 Saving is atomic: new data files get fresh names beside the old ones and are flushed to disk; then the manifest is
-replaced by a rename, which is the moment when the new checkpoint exists; then the old data files are removed. An error or a crash at
-any moment leaves the old checkpoint or the new one, and what it leaves over is removed by the next save. In a run of several
-processes the directory must be on a file system that they share.
+replaced by a rename, which is the moment when the new checkpoint exists; then the old data files are removed. An error or
+a crash at any moment leaves the old checkpoint or the new one, and what it leaves over is removed by the next save. In a
+run of several processes the directory must be on a file system that they share.
 """
 
 import collections
@@ -117,7 +117,9 @@ def _plain(metadata: Mapping) -> dict:
     try:
         return json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's metadata cannot be written as JSON ({error}): use numbers that are finite, text, lists and dicts") from None
+        raise CheckpointError(
+            f"the checkpoint's metadata cannot be written as JSON ({error}): use numbers that are finite, text, lists and dicts"
+        ) from None
 
 
 def _prepare(directory: pathlib.Path) -> None:
@@ -141,7 +143,9 @@ def _discard(directory: pathlib.Path, path: pathlib.Path) -> None:
 
 def _own_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The files of this and of earlier saves, besides the manifest."""
-    return [path for pattern in ("data-*.safetensors", "pieces-*.json", f"{files.MANIFEST}.new") for path in directory.glob(pattern)]
+    return [
+        path for pattern in ("data-*.safetensors", "pieces-*.json", f"{files.MANIFEST}.new") for path in directory.glob(pattern)
+    ]
 
 
 def _blocks(name: str, value: Saved) -> list[Block]:
@@ -155,7 +159,11 @@ def _blocks(name: str, value: Saved) -> list[Block]:
         index = bounds(shard.index, item.shape)
         if shard.replica_id == 0 and all(part.stop > part.start for part in index):
             whole = extent(index) == item.shape
-            blocks.append(Block(name, _saved_dtype(name, item.dtype), index, whole, lambda data=shard.data, index=index: _inside(data, index)))
+            blocks.append(
+                Block(
+                    name, _saved_dtype(name, item.dtype), index, whole, lambda data=shard.data, index=index: _inside(data, index)
+                )
+            )
     return blocks
 
 
@@ -189,7 +197,9 @@ def _gather(directory: pathlib.Path, token: str, written: list[tuple[str, Piece]
     return found
 
 
-def _manifest(directory: pathlib.Path, tensors: Mapping[str, Saved], pieces: list[tuple[str, Piece]], metadata: dict, aliases: dict) -> Manifest:
+def _manifest(
+    directory: pathlib.Path, tensors: Mapping[str, Saved], pieces: list[tuple[str, Piece]], metadata: dict, aliases: dict
+) -> Manifest:
     by_name: dict[str, list[Piece]] = collections.defaultdict(list)
     for name, piece in pieces:
         by_name[name].append(piece)
@@ -198,7 +208,9 @@ def _manifest(directory: pathlib.Path, tensors: Mapping[str, Saved], pieces: lis
         like = value if isinstance(value, torch.Tensor) else value[1]
         entries[name] = Entry(shape=tuple(like.shape), dtype=files.NAMES[to_jax(like.dtype)], pieces=tuple(by_name[name]))
     names = sorted({piece.file for _, piece in pieces})
-    return Manifest(tensors=entries, aliases=aliases, files={name: (directory / name).stat().st_size for name in names}, metadata=metadata)
+    return Manifest(
+        tensors=entries, aliases=aliases, files={name: (directory / name).stat().st_size for name in names}, metadata=metadata
+    )
 
 
 def _shared_token() -> str:
@@ -217,7 +229,9 @@ def _barrier(name: str) -> None:
 # ---- loading
 
 
-def _open(directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: Sequence[str]) -> Reader:
+def _open(
+    directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: Sequence[str]
+) -> Reader:
     directory = pathlib.Path(directory)
     reader = Reader(directory, read_manifest(directory))
     problems = list(_differences(reader, wanted, tuple(ignore_extra)))
@@ -226,7 +240,9 @@ def _open(directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ..
     return reader
 
 
-def _differences(reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: tuple[str, ...]) -> Iterable[str]:
+def _differences(
+    reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: tuple[str, ...]
+) -> Iterable[str]:
     manifest, used = reader.manifest, set()
     for name, (shape, dtype) in wanted.items():
         first = manifest.aliases.get(name, name)
@@ -248,7 +264,9 @@ def _other_model(directory: pathlib.Path, problems: list[str], shown: int = 40) 
     lines += [f"  {problem}" for problem in problems[:shown]]
     if len(problems) > shown:
         lines.append(f"  ... and {len(problems) - shown} more")
-    lines.append("Build the model and the optimizer with the settings that the checkpoint was saved with, or load another checkpoint.")
+    lines.append(
+        "Build the model and the optimizer with the settings that the checkpoint was saved with, or load another checkpoint."
+    )
     return "\n".join(lines)
 
 
@@ -263,7 +281,7 @@ def _load_one(reader: Reader, name: str, item: Item, mesh: Mesh) -> jax.Array:
             known[key] = _padded_block(reader, name, item, outer)
         return known[key]
 
-    return place(padded, sharding(item, mesh), block, copy=True)
+    return place(padded, to_jax(item.dtype), sharding(item, mesh), block, copy=True)
 
 
 def _padded_block(reader: Reader, name: str, item: Item, outer: tuple[slice, ...]) -> np.ndarray:

@@ -80,7 +80,9 @@ class Manifest:
 
     def to_json(self) -> str:
         content = json.dumps(dataclasses.asdict(self), sort_keys=True, allow_nan=False)
-        return json.dumps({"format": FORMAT, "sha256": hashlib.sha256(content.encode()).hexdigest(), "content": content}, indent=1)
+        return json.dumps(
+            {"format": FORMAT, "sha256": hashlib.sha256(content.encode()).hexdigest(), "content": content}, indent=1
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Block:
 
 
 def write_blocks(path: pathlib.Path, blocks: Sequence[Block]) -> Iterator[tuple[str, Piece]]:
-    """Write a safetensors file, one block at a time, and give the tensor's name and the piece of each; flushed to disk at the end."""
+    """Write a safetensors file, one block at a time, and give each block's tensor name and piece; flushed to disk at the end."""
     blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)  # keeps every block aligned to its items
     header = _header(blocks)
     with open(path, "xb") as file:
@@ -192,7 +194,10 @@ def _absent(directory: pathlib.Path) -> str:
     if not directory.is_dir():
         return f"there is no checkpoint at {directory}: no such directory"
     if any(directory.glob("data-*.safetensors")):
-        return f"the checkpoint at {directory} is incomplete: it has data but no {MANIFEST}; its first save was interrupted, use another checkpoint"
+        return (
+            f"the checkpoint at {directory} is incomplete: it has data but no {MANIFEST}; its first save was interrupted, "
+            "use another checkpoint"
+        )
     return f"there is no checkpoint at {directory}: the directory has no {MANIFEST}"
 
 
@@ -203,7 +208,9 @@ def _parse(path: pathlib.Path, text: str) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(_damaged(path, f"cannot be parsed ({error!r})")) from None
     if found != FORMAT:
-        raise CheckpointError(f"{path} has format {found!r}, this version reads {FORMAT!r}: load it with the version of graphacc that wrote it")
+        raise CheckpointError(
+            f"{path} has format {found!r}, this version reads {FORMAT!r}: load it with the version of graphacc that wrote it"
+        )
     if hashlib.sha256(content.encode()).hexdigest() != digest:
         raise CheckpointError(_damaged(path, "does not have the SHA-256 that it states"))
     fields = json.loads(content)
@@ -211,7 +218,9 @@ def _parse(path: pathlib.Path, text: str) -> Manifest:
         name: Entry(
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
-            pieces=tuple(Piece(**piece | {"start": tuple(piece["start"]), "shape": tuple(piece["shape"])}) for piece in entry["pieces"]),
+            pieces=tuple(
+                Piece(**piece | {"start": tuple(piece["start"]), "shape": tuple(piece["shape"])}) for piece in entry["pieces"]
+            ),
         )
         for name, entry in fields["tensors"].items()
     }
@@ -258,7 +267,10 @@ class Reader:
             result[_relative(common, index)] = self._values(name, entry, piece)[_relative(common, piece.index)]
             covered += math.prod(extent(common))
         if covered != result.size:
-            raise CheckpointError(f"the checkpoint {self.directory} holds {covered} of the {result.size} values wanted of {name!r}: use another checkpoint")
+            raise CheckpointError(
+                f"the checkpoint {self.directory} holds {covered} of the {result.size} values wanted of {name!r}: "
+                "use another checkpoint"
+            )
         return result
 
     def _values(self, name: str, entry: Entry, piece: Piece) -> np.ndarray:

@@ -68,7 +68,8 @@ def _too_few(wanted: int, devices: Sequence[jax.Device], started: bool) -> str:
         return f"{message}: in a run of several processes, start each with jax_num_cpu_devices set to its share"
     return (
         f"{message}. Virtual CPU devices can only be made before JAX is first used in the process, and it has been used: call "
-        f"graphacc.compile before the first use of jax, or start with XLA_FLAGS=--xla_force_host_platform_device_count={wanted}, or with "
+        "graphacc.compile before the first use of jax, or start with "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}, or with "
         f'jax.config.update("jax_num_cpu_devices", {wanted})'
     )
 
@@ -87,10 +88,12 @@ def make_mesh(strategy: Strategy, devices: Sequence[jax.Device]) -> Mesh:
 
 def _misfit(strategy: Strategy, num_devices: int) -> str:
     sizes = " * ".join(f"{axis}={size}" for axis, size in strategy.mesh.items()) or "one device"
-    message = f"the strategy needs {strategy.num_devices} devices ({sizes}), but there are {num_devices}: set devices={strategy.num_devices}"
-    others = math.prod(size for axis, size in strategy.mesh.items() if axis not in ("dp", "fsdp"))
+    needed = strategy.num_devices
+    message = f"the strategy needs {needed} devices ({sizes}), but there are {num_devices}: set devices={needed}"
+    fixed = {axis: size for axis, size in strategy.mesh.items() if axis not in ("dp", "fsdp")}
+    others = math.prod(fixed.values())
     if num_devices % others:
-        return f"{message}, or change {' * '.join(a for a in strategy.mesh if a not in ('dp', 'fsdp'))} to a divisor of {num_devices}"
+        return f"{message}, or change {' * '.join(fixed)} to a divisor of {num_devices}"
     rest = num_devices // others
     fits = ", ".join(_pair(dp, rest // dp) for dp in range(1, rest + 1) if rest % dp == 0)
     return f"{message}, or make the sizes multiply to {num_devices}: {fits}"

@@ -52,7 +52,15 @@ class Program:
     """
 
     def __init__(
-        self, step: StepGraph, mesh: Mesh, compiled: jax.stages.Compiled, *, name: str, lower_seconds: float, compile_seconds: float, from_cache: bool
+        self,
+        step: StepGraph,
+        mesh: Mesh,
+        compiled: jax.stages.Compiled,
+        *,
+        name: str,
+        lower_seconds: float,
+        compile_seconds: float,
+        from_cache: bool,
     ):
         self.name = name
         self.mesh = mesh
@@ -80,7 +88,7 @@ class Program:
             step: local along the mesh axes dp and fsdp, global along the others.
             mesh: its axes have the sizes that the graph's shards name.
             compiler_options: XLA options by name, over the defaults of the platform (see `default_options`).
-            fast_compile: compile in about two thirds of the time; runs up to twice as long.
+            fast_compile: compile in about 60 % of the time; steps take up to 1.8 times as long.
             cache_dir: directory of the persistent compile cache; "default" is the user's cache directory, None uses none.
             name: of the program, in profiles and dumps.
 
@@ -141,15 +149,15 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False) -> dict[str, str 
 
     CPU (jaxlib 0.10.2, GPT-2 steps with AdamW on 2 cores, interleaved runs):
 
-    - The memory-optimised scheduler: temporaries 540 -> 458 MB (4 layers of 512, one device), 72 -> 66 MB (of 256, eight devices),
-      5.7 -> 5.4 MB (8 layers of 64, eight devices), at the same speed (ratios of the fastest steps 0.93 to 1.00). The default
-      scheduler adds concurrency that these programs do not gain from.
-    - Not oneDNN's dot fusions (``xla_cpu_use_onednn`` with ``xla_cpu_experimental_onednn_fusion_type``): 0.95 of the time on one device with
-      hidden size 512, but 1.8 times on eight devices with small matrices, and ``2 * x.t() @ y`` with x [16, 8] and y [16, 12]
-      kills the process ("partition compile failed", illegal instruction). Who wants them passes `compiler_options`.
+    - The memory-optimised scheduler: temporaries 540 -> 458 MB (4 layers of 512, one device), 72 -> 66 MB (of 256, eight
+      devices), 5.7 -> 5.4 MB (8 layers of 64, eight devices), at the same speed (ratios of the fastest steps 0.93 to 1.09). The
+      default scheduler adds concurrency that these programs do not gain from.
+    - Not oneDNN's dot fusions (``xla_cpu_use_onednn`` with ``xla_cpu_experimental_onednn_fusion_type``): 0.95 of the time on
+      one device with hidden size 512, but 1.8 times on eight devices with small matrices, and ``2 * x.t() @ y`` with x [16, 8]
+      and y [16, 12] kills the process ("partition compile failed", illegal instruction). `compiler_options` can ask for them.
     - Fast-math, the other scheduler, XNNPACK off and fewer codegen splits change nothing.
-    - `fast_compile` sets optimisation level 0: 1.8 instead of 2.7 s (22,900 HLO instructions, eight devices), steps 1.6 times as
-      long, results within 1e-5.
+    - `fast_compile` sets optimisation level 0: 1.2 instead of 2.2 s of CPU time (GPT-2 of the tests on fsdp=8, 4,400 HLO
+      instructions), 2.1 instead of 3.5 s (Qwen3-MoE on one device); steps take 1.6 to 1.8 times as long, results within 1e-5.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return {}

@@ -4,12 +4,15 @@ The graph's collectives are torch's own functional ones with a mesh axis as the 
 the graph as it stands, with one process group per line of ranks along every axis, registered under the axis's name.
 """
 
+import dataclasses
 import datetime
+import functools
 import importlib
 import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
+import operator
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +47,7 @@ def run_reference(step: StepGraph, mesh: Mapping[str, int], inputs: Sequence[Ten
         GraphAccError: a process failed (its traceback is in the message) or the time is up.
     """
     blocks = [[block(x, item.shards, at) for x, item in zip(inputs, step.inputs, strict=True)] for at in coordinates(mesh)]
-    program = {"module": step.module, "imports": _defining_modules(step.graph), "mesh": dict(mesh)}
+    program = _write_program(step, mesh)
     results = _run_processes(program, blocks, timeout_seconds)
     return [join([result[i] for result in results], item.shape, item.shards, mesh) for i, item in enumerate(step.outputs)]
 
@@ -81,13 +84,89 @@ def _join(blocks: Mapping[tuple[int, ...], Tensor], at: Coordinates, shape: tupl
     return torch.cat(parts, first.dim).narrow(first.dim, 0, shape[first.dim])
 
 
-def _defining_modules(graph: torch.fx.Graph) -> list[str]:
-    """The Python modules that register the graph's custom operators."""
-    found = {defining_module(node.target) for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    return sorted(name for name in found if name is not None)
+@dataclasses.dataclass(frozen=True)
+class _Ref:
+    """A value of the program, by name."""
+
+    name: str
 
 
-def _run_processes(program: dict[str, Any], blocks: list[list[Tensor]], timeout_seconds: float) -> list[list[Tensor]]:
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    result: str
+    operator: str | None  # "namespace::name.overload"; None takes an element out of a tuple
+    args: tuple
+    kwargs: dict[str, Any]
+    dead: tuple[str, ...]  # values that nothing reads any more
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A graph as plain data, which another process can read without tracing it again."""
+
+    mesh: dict[str, int]
+    imports: tuple[str, ...]  # modules that register its operators
+    inputs: tuple[str, ...]
+    instructions: tuple[_Instruction, ...]
+    outputs: tuple[str, ...]
+
+
+def _write_program(step: StepGraph, mesh: Mapping[str, int]) -> _Program:
+    calls = [node for node in step.graph.nodes if node.op == "call_function"]
+    operators = [node.target for node in calls if node.target is not operator.getitem]
+    last = {operand: node for node in calls for operand in (*node.all_input_nodes, node)}
+    kept, dead = set(step.results), {}
+    for operand, node in last.items():
+        if operand not in kept:
+            dead.setdefault(node, []).append(operand.name)
+    return _Program(
+        mesh=dict(mesh),
+        imports=tuple(sorted({name for target in operators if (name := defining_module(target)) is not None})),
+        inputs=tuple(node.name for node in step.placeholders),
+        instructions=tuple(_write_instruction(node, tuple(dead.get(node, ()))) for node in calls),
+        outputs=tuple(node.name for node in step.results),
+    )
+
+
+def _write_instruction(node: torch.fx.Node, dead: tuple[str, ...]) -> _Instruction:
+    args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda x: _Ref(x.name) if isinstance(x, torch.fx.Node) else x)
+    name = None if node.target is operator.getitem else f"{node.target._schema.name}.{node.target._overloadname}"
+    return _Instruction(node.name, name, _plain(args), _plain(kwargs), dead)
+
+
+def _plain(value: Any) -> Any:
+    """fx's immutable lists and dicts as Python's own."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _execute(program: _Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+    values: dict[str, Any] = dict(zip(program.inputs, inputs, strict=True))
+
+    def read(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [read(item) for item in x]
+        return values[x.name] if isinstance(x, _Ref) else x
+
+    for step in program.instructions:
+        args, kwargs = read(step.args), {name: read(x) for name, x in step.kwargs.items()}
+        values[step.result] = args[0][args[1]] if step.operator is None else _find_operator(step.operator)(*args, **kwargs)
+        for name in step.dead:
+            del values[name]
+    return [values[name] for name in program.outputs]
+
+
+@functools.cache
+def _find_operator(name: str) -> torch._ops.OpOverload:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _run_processes(program: _Program, blocks: list[list[Tensor]], timeout_seconds: float) -> list[list[Tensor]]:
     """Start one process per list of blocks and collect the results in the order of ranks."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -156,14 +235,14 @@ def _work(rank: int, num_ranks: int, rendezvous: str, timeout_seconds: float, pi
     try:
         program, packed = pipe.recv()
         torch.set_num_threads(1)
-        for name in program["imports"]:
+        for name in program.imports:
             importlib.import_module(name)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
-        groups = _register_groups(program["mesh"], rank, timeout)
+        groups = _register_groups(program.mesh, rank, timeout)
         try:
             with torch.no_grad():
-                outputs = torch.fx.Interpreter(program["module"]).run(*map(_unpack, packed))
+                outputs = _execute(program, [_unpack(x) for x in packed])
         finally:
             for axis in groups:
                 unregister_group(axis)

@@ -25,7 +25,9 @@ class TrainState:
     def set(self, item: Item, array: jax.Array) -> None:
         """Keep an array as the value of the item's kind and target."""
         expected = (stored_shape(item), dtype_of(item))
-        assert (array.shape, array.dtype) == expected, f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
+        assert (array.shape, array.dtype) == expected, (
+            f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
+        )
         self._values[item.kind, item.target] = (array, item)
 
     def get(self, item: Item) -> jax.Array:

@@ -7,6 +7,7 @@ own, with infinite arcs from there to all that touch it: it is cut exactly where
 all v bounds the peak of every order, and the cut itself says what to run before v.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -37,20 +38,56 @@ class CutModel:
         self._tails, self._heads, self._sizes = self._arcs()
         self._num_nodes = 2 + graph.num_operators + len(graph.sizes)
 
-    def cut(self, v: int) -> Cut:
-        """The minimum over what may run before v of the memory while v runs."""
-        graph = self.graph
+    def cut(self, v: int, *, after: int | None = None, before: int | None = None) -> Cut:
+        """The minimum over what may run before v of the memory while v runs.
+
+        Args:
+            v: an operator.
+            after, before: only orders in which v runs after this operator, or before it.
+        """
+        inside, outside = self.ancestors[v], self.descendants[v] | 1 << v
+        if after is not None:
+            inside |= self.ancestors[after] | 1 << after
+        if before is not None:
+            outside |= self.descendants[before] | 1 << before
+        live, downset = self.least(inside, outside)
+        return Cut(value=live + self.graph.new[v] + self.graph.workspace[v], before=downset)
+
+    def copy(self) -> "CutModel":
+        """A model to which `require` can be applied alone."""
+        twin = copy.copy(self)
+        twin.ancestors, twin.descendants = list(self.ancestors), list(self.descendants)
+        return twin
+
+    def require(self, u: int, v: int) -> bool:
+        """From now on u runs before v. False, and nothing changes, where v has to run before u."""
+        if self.ancestors[u] >> v & 1:
+            return False
+        earlier, later = self.ancestors[u] | 1 << u, self.descendants[v] | 1 << v
+        for w in _members(later).tolist():
+            self.ancestors[w] |= earlier
+        for w in _members(earlier).tolist():
+            self.descendants[w] |= later
+        self._tails = np.append(self._tails, v + 2)
+        self._heads = np.append(self._heads, u + 2)
+        self._sizes = np.append(self._sizes, self._infinite)
+        return True
+
+    def least(self, inside: int, outside: int) -> tuple[int, frozenset[int]]:
+        """The least live bytes over the downsets that hold all of `inside` and nothing of `outside` (sets as bits), and where.
+
+        Where there is no such downset the bytes are more than those of all buffers together.
+        """
+        if inside & outside:
+            return self.graph.base + self._infinite, frozenset()
         label = np.arange(self._num_nodes)
-        label[2:][_members(self.ancestors[v])] = _SOURCE
-        label[2:][_members(self.descendants[v] | 1 << v)] = _SINK
+        label[2:][_members(inside)] = _SOURCE
+        label[2:][_members(outside)] = _SINK
         tails, heads = label[self._tails], label[self._heads]
         kept = (tails != heads) & (tails != _SINK) & (heads != _SOURCE)
         live, source_side = self._solve(tails[kept], heads[kept], self._sizes[kept])
-        before = source_side[(source_side >= 2) & (source_side < 2 + graph.num_operators)] - 2
-        return Cut(
-            value=graph.base + live + graph.new[v] + graph.workspace[v],
-            before=frozenset(before.tolist()) | frozenset(_members(self.ancestors[v]).tolist()),
-        )
+        free = source_side[(source_side >= 2) & (source_side < 2 + self.graph.num_operators)] - 2
+        return self.graph.base + live, frozenset(free.tolist()) | frozenset(_members(inside).tolist())
 
     def _arcs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Arcs of the whole graph: node 0 is the source, 1 the sink, 2.. the operators, then the buffers."""

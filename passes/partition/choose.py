@@ -5,9 +5,12 @@ a partial sum, and replication. The cheapest in bytes received wins; ties go to 
 the results spread.
 """
 
+import math
+
 import torch
 
 from graphacc.graph import Phase
+from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, divides, size_bytes
 from graphacc.passes.partition.rules import Call, Dims, Label, Operand, Plan, is_replicated, replicate
 
@@ -71,37 +74,42 @@ def _place_result(labels, label: Label, like: Split, dims: Dims) -> Placement:
 
 
 def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
-    """Plans that pass a partial value on, where the result is no larger than what would be reduced before."""
+    """Plans that pass a partial value on, where the result is not much larger than what would be reduced before."""
     plans = []
     groups = [(name,) for name in dims.linear] + ([dims.joint] if dims.joint else [])
     for group in groups:
         members = [operand for operand in call.operands if operand.name in group]
-        if {operand.name for operand in members} != set(group) or not _are_partial(members, dims.moves):
-            continue
-        if all(_keeps_value(operand, value) for operand in members for value in call.results if value is not None):
-            required = tuple(operand.placement if operand in members else REPLICATED for operand in call.operands)
-            plans.append(Plan(required, members[0].placement))
+        common = _common_partial(members, dims.moves) if {operand.name for operand in members} == set(group) else None
+        if common is not None and all(_passes(call, operand, value) for operand in members for value in call.results):
+            required = tuple(common if operand in members else REPLICATED for operand in call.operands)
+            plans.append(Plan(required, common))
     return plans
 
 
-def _are_partial(operands: list[Operand], any_op: bool) -> bool:
-    placements = {operand.placement for operand in operands}
+def _common_partial(operands: list[Operand], any_op: bool) -> Partial | None:
+    """The partial placement of all operands; zeros count as a partial sum, too."""
+    placements = {operand.placement for operand in operands if not (isinstance(operand.placement, Replicated) and is_zero(operand.node))}
     if len(placements) != 1:
-        return False
-    placement = placements.pop()
-    return isinstance(placement, Partial) and (any_op or placement.op == "sum")
+        return None
+    (placement,) = placements
+    if not isinstance(placement, Partial) or (placement.op != "sum" and (not any_op or any(op.placement != placement for op in operands))):
+        return None
+    return placement
 
 
-def _keeps_value(operand: Operand, result: torch.Tensor) -> bool:
-    """The partial result has no more elements, and no fewer bits, than the partial operand."""
-    if result.numel() > max(_numel(operand), 1):
+def _passes(call: Call, operand: Operand, result: torch.Tensor | None) -> bool:
+    """The partial result has no fewer bits than the partial operand, and is not much larger.
+
+    Backward may grow fourfold (a slice's gradient in its parameter's shape): what it makes is mostly added up further and
+    scattered once, at half the cost of reducing to all ranks.
+    """
+    if result is None:
+        return True
+    growth = 4 if call.phase is Phase.BACKWARD else 1
+    if isinstance(operand.placement, Partial) and result.numel() > growth * max(math.prod(operand.shape), 1):
         return False
     before, after = operand.dtype, result.dtype
     return before == after or (before.is_floating_point and after.is_floating_point and torch.finfo(after).eps < torch.finfo(before).eps)
-
-
-def _numel(operand: Operand) -> int:
-    return operand.node.meta["val"].numel()
 
 
 def _cost(call: Call, plan: Plan) -> int:

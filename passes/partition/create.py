@@ -27,17 +27,6 @@ _FILLED = (
 _RANDOM = (random.random_uniform.default, random.random_bits.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.default)
-_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-_FILL_VALUE = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
-
-
-def is_zero(node: torch.fx.Node) -> bool:
-    """The value is zeros, by its making."""
-    while node.target in (*_VIEWS, aten.expand.default, aten.alias.default, aten.clone.default):
-        node = node.args[0]
-    if node.target in _FILL_VALUE:
-        return node.args[_FILL_VALUE[node.target]] == 0
-    return node.target in _ZEROS
 
 
 def creation_plan(node: torch.fx.Node, split: Split, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:

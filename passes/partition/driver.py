@@ -21,7 +21,8 @@ import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, Shard, StepGraph
 from graphacc.passes.partition.choose import choose
-from graphacc.passes.partition.create import creation_plan, is_zero
+from graphacc.passes.partition.constants import is_zero
+from graphacc.passes.partition.create import creation_plan
 from graphacc.passes.partition.emit import Emitter
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, local_shape, size_bytes
 from graphacc.passes.partition.report import ForcedGather, PartitionReport, source_line
@@ -59,6 +60,7 @@ class _Partitioner:
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], Any] = {}
         self.weights: set[torch.fx.Node] = set()
+        self.grads = {node: outputs[item.kind, item.target] for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD}
         self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
 
     def run(self) -> tuple[StepGraph, PartitionReport]:
@@ -120,6 +122,7 @@ class _Partitioner:
             return
         call = self._call(node, self._presented)
         self._write(call, self._plan(call))
+        self._settle(node)
         if node.target in _CASTS and node.args[0] in self.weights:
             self.weights.add(node)
 
@@ -131,6 +134,16 @@ class _Partitioner:
         placement = placements[index] if isinstance(placements, tuple) else placements
         new = values[index] if isinstance(values, list) else self.build.call(operator.getitem, values, index)
         self._keep(node, placement, new)
+        self._settle(node)
+
+    def _settle(self, node: torch.fx.Node) -> None:
+        """Bring a gradient to its final placement as soon as it exists, so that the whole one dies at once."""
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return
+        if node in self.grads:
+            self.value(node, self.grads[node])
+        elif node.meta["phase"] is not Phase.UPDATE and any(user.meta.get("phase") is Phase.UPDATE for user in node.users):
+            self.value(node, self._in_update(node, self.home[node]))
 
     def _call(self, node: torch.fx.Node, placement: Callable[[torch.fx.Node, torch.fx.Node], Placement]) -> Call:
         arguments, operands = {}, []

@@ -5,7 +5,7 @@ Labels: numbers are dims of the indexed tensor, ("i", j) the j-th dim of the ind
 
 import torch
 
-from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Labels, Operand, rule
+from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Labels, Operand, rule, split_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,22 @@ def _embedding_backward(call: Call) -> Dims:
 
 @rule("aten.gather.default")
 def _gather(call: Call) -> Dims:
-    labels = _aligned(call, "self", "index")
-    return Dims({"self": labels, "index": labels}, [labels], linear=("self",))
+    """Along the split dim, every rank looks up what lies in its block, and zero elsewhere: a partial sum."""
+    labels, dim = _aligned(call, "self", "index"), call.dim("self", call["dim"])
+    split = split_of(call, "self")
+    contiguous = split is None or split.outer == 1
+    along = [*labels[:dim], "along" if contiguous else None, *labels[dim + 1 :]] if labels else labels
+
+    def emit(build, args, kwargs):
+        x, _, index = args
+        size = x.meta["val"].shape[dim]
+        index = build.call(aten.sub.Tensor, index, build.call(aten.mul.Scalar, build.axis_index(), size))
+        inside = build.call(aten.bitwise_and.Tensor, build.call(aten.ge.Scalar, index, 0), build.call(aten.lt.Scalar, index, size))
+        found = build.call(aten.gather.default, x, dim, build.call(aten.clamp.default, index, 0, size - 1))
+        return build.call(aten.where.self, inside, found, build.call(aten.zeros_like.default, found))
+
+    sums = call.results[0].dtype != torch.bool
+    return Dims({"self": along, "index": labels}, [labels], reduce={"along": "sum"} if sums else {}, linear=("self",), emit={"along": emit})
 
 
 @rule("aten.scatter.value aten.scatter.src aten.scatter_add.default aten.scatter_reduce.two")

@@ -87,7 +87,7 @@ def _count(call: Call, name: str) -> tuple[int, float]:
     gone, _ = _reduced(call, name)
     count = math.prod(call.shape(name)[dim] for dim in gone)
     correction = call.arguments.get("correction")
-    return count, count - (1 if correction is None else correction)
+    return count, max(0.0, count - (1 if correction is None else correction))
 
 
 @rule("aten.var.correction prims.var.default")

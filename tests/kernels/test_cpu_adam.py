@@ -219,7 +219,7 @@ def test_bf16_gradients_and_copies(isa, amsgrad):
 
 
 def test_bf16_copies_are_rounded_as_torch_rounds(isa):
-    """Every bf16 value, the ties beside it and their neighbours, infinities, subnormals and NaNs; lr 0 leaves them as they are."""
+    """Every bf16 value, the ties beside it and their neighbours, infinities, subnormals and NaNs; lr 0 keeps them."""
     high = torch.arange(65536, dtype=torch.int64) << 16
     patterns = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).to(torch.int32)
     param = torch.nn.Parameter(patterns.view(torch.float32))
@@ -360,7 +360,7 @@ def step_with_new_amsgrad():
         (refuse_bf16_param, TypeError, "parameter 0 of group 0 has dtype torch.bfloat16.*must be a dense float32.*master"),
         (refuse_meta_param, TypeError, "device meta"),
         (step_converted_param, TypeError, "parameter 0 of group 0 has dtype torch.float64"),
-        (lambda: step_with(grads=torch.ones(3, dtype=torch.float16)), TypeError, "gradient has dtype torch.float16.*float32 or bfloat16"),
+        (lambda: step_with(grads=torch.ones(3).half()), TypeError, "gradient has dtype torch.float16.*float32 or bfloat16"),
         (lambda: step_with(grads=torch.ones(4)), ValueError, r"gradient has shape \(4,\), the parameter has \(3,\)"),
         (lambda: step_with(grads=torch.ones(3).to_sparse()), TypeError, "gradient has .*layout torch.sparse_coo"),
         (lambda: step_with(copies=torch.ones(3, 1)), ValueError, r"copy has shape \(3, 1\), the parameter has \(3,\)"),

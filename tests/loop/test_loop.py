@@ -20,7 +20,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(INPUTS, 16)
+        self.first = nn.Linear(INPUTS, 16, bias=False)  # BatchNorm cancels a bias: its gradient would be rounding noise
         self.norm = nn.BatchNorm1d(16)
         self.second = nn.Linear(16, CLASSES)
 
@@ -134,21 +134,39 @@ def gradients_read(model):
 def gradients_changed(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in data():
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
         with torch.no_grad():
             model.first.weight.grad.mul_(0.5)
             model.second.weight.grad = model.second.weight.grad.clamp(-0.01, 0.01)
             model.second.bias.grad = None
             for p in model.norm.parameters():
-                p.grad.add_(p, alpha=0.1)
+                p.grad.add_(p, alpha=0.1).mul_(loss.detach().clamp(max=1.5))
         optimizer.step()
         optimizer.zero_grad()
     return []
 
 
+def values_made_after_backward(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for x, y in data():
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        confidence = out.detach().softmax(-1).amax(-1).mean()
+        norm = sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt()
+        kept = model.second.bias.grad
+        optimizer.step()
+        seen += [confidence.item(), norm.item(), kept.tolist()]
+        del kept
+        optimizer.zero_grad()
+    return seen
+
+
 def two_optimizers(model):
     matrices = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.1, momentum=0.9)
-    rest = torch.optim.AdamW([model.first.bias, model.second.bias, *model.norm.parameters()], lr=1e-2)
+    rest = torch.optim.AdamW([model.second.bias, *model.norm.parameters()], lr=1e-2)
     losses = []
     for x, y in data():
         loss = F.cross_entropy(model(x), y)
@@ -278,6 +296,7 @@ LOOPS = [
     accumulated_and_clipped,
     gradients_read,
     gradients_changed,
+    values_made_after_backward,
     two_optimizers,
     zeroed_in_place,
     penalty_on_parameters,
@@ -405,7 +424,7 @@ def test_optimizer_state_can_be_loaded():
         first.zero_grad()
     model = compiled(copy.deepcopy(reference), "fsdp=2")
     second = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # torch shares the tensors otherwise
     for module, optimizer in ((reference, first), (model, second)):
         for x, y in data(2):
             F.cross_entropy(module(x), y).backward()
@@ -459,19 +478,6 @@ def test_backward_without_zero_grad_is_refused():
     run_once(model, optimizer, *data(1)[0])
     with pytest.raises(graphacc.LoopError, match="zero_grad"):
         run_once(model, optimizer, *data(1)[0])
-
-
-def test_a_result_that_was_dropped_is_not_there():
-    model = compiled(Net(), None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (x, y), = data(1)
-    out = model(x)
-    loss = F.cross_entropy(out, y)
-    loss.backward()
-    late = torch.relu(out)
-    optimizer.step()
-    with pytest.raises(graphacc.LoopError, match="keep the model's output alive"):
-        late.sum().item()
 
 
 def test_closures_are_refused():

@@ -10,10 +10,12 @@ import graphacc.lowering
 from graphacc._compat.jax_ import x64
 from graphacc._compat.torch_ import fake_mode, trace_functional
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
-from graphacc.lowering.dtypes import to_jax, to_torch
+from graphacc.lowering.dtypes import from_torch, to_torch
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
-def step_graph(function, *tensors, local=None) -> StepGraph:
+def step_graph(function, *tensors) -> StepGraph:
     """The ATen graph of ``function(*tensors)`` without decompositions; its tensor results are the outputs."""
     mode = fake_mode()
     fakes = [mode.from_tensor(x.detach()) for x in tensors]
@@ -36,10 +38,7 @@ def step_graph(function, *tensors, local=None) -> StepGraph:
 
 def to_array(x: torch.Tensor):
     """A jax array with the tensor's values and dtype."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous()
-    if x.dtype == torch.bfloat16:
-        return jax.numpy.asarray(x.view(torch.int16).numpy().view(to_jax(x.dtype)))
-    return jax.numpy.asarray(x.numpy())
+    return jax.numpy.asarray(from_torch(x))
 
 
 def to_tensor(x) -> torch.Tensor:
@@ -53,15 +52,17 @@ def to_tensor(x) -> torch.Tensor:
 def run_lowered(step: StepGraph, *tensors, jit=False) -> list[torch.Tensor]:
     with x64():
         lowered = graphacc.lowering.lower(step)
-        lowered = jax.jit(lowered) if jit else lowered
+        lowered = jax.jit(lowered, compiler_options=FAST_COMPILE) if jit else lowered
         return [to_tensor(x) for x in lowered(*map(to_array, tensors))]
 
 
-def check_lowering(function, *tensors, jit=True, tolerance=None, results=None):
-    """Assert that the lowered function gives what eager torch gives; `results` maps both before they are compared."""
+def check_lowering(function, *tensors, step=None, jit=True, tolerance=None, results=None):
+    """Assert that the lowered function (or its traced `step`) gives what eager torch gives.
+
+    `results` maps both lists of results before they are compared.
+    """
     expected = [x for x in pytree.tree_leaves(function(*(x.clone() for x in tensors))) if isinstance(x, torch.Tensor)]
-    step = step_graph(function, *tensors)
-    got = run_lowered(step, *tensors, jit=jit)
+    got = run_lowered(step or step_graph(function, *tensors), *tensors, jit=jit)
     if results is not None:
         expected, got = results(expected), results(got)
     assert len(got) == len(expected)

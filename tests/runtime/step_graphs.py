@@ -51,7 +51,7 @@ def total(x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def sgd_step(dp: int, fsdp: int, *, batch: int = 16, features: int = 8, width: int = 12, learning_rate: float = 0.1) -> StepGraph:
-    """loss = sum((x w)²); w -= learning_rate * gradient. x is split over dp and fsdp, w over fsdp, with hand-written collectives."""
+    """loss = sum((x w)²); w -= learning_rate * gradient. x is split over dp and fsdp, w over fsdp."""
     w_shards = [split("fsdp", fsdp)] if fsdp > 1 else []
     x_shards = [split(axis, size) for axis, size in (("dp", dp), ("fsdp", fsdp)) if size > 1]
 
@@ -68,6 +68,9 @@ def sgd_step(dp: int, fsdp: int, *, batch: int = 16, features: int = 8, width: i
 
     return make_step(
         step,
-        [an_input(Kind.PARAM, "w", (features, width), shards=w_shards, trainable=True), an_input(Kind.BATCH, "x", (batch, features), shards=x_shards)],
+        [
+            an_input(Kind.PARAM, "w", (features, width), shards=w_shards, trainable=True),
+            an_input(Kind.BATCH, "x", (batch, features), shards=x_shards),
+        ],
         [an_output(Kind.PARAM, "w", (features, width), shards=w_shards), an_output(Kind.LOSS, "loss", ())],
     )

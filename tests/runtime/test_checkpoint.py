@@ -59,7 +59,11 @@ def on_devices(strategy, tensors=TENSORS):
 
 
 def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
 
 
 def check_loads(directory, strategy, tensors=TENSORS):
@@ -118,7 +122,9 @@ def test_loading_reads_only_the_slices_of_a_device(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, {"w": tensor}, {})
     read = []
     original = checkpoint_files.Reader.read
-    monkeypatch.setattr(checkpoint_files.Reader, "read", lambda self, name, index: read.append(index) or original(self, name, index))
+    monkeypatch.setattr(
+        checkpoint_files.Reader, "read", lambda self, name, index: read.append(index) or original(self, name, index)
+    )
     checkpoint.load(tmp_path, {"w": item}, mesh)
     assert sorted(index[0].start for index in read) == list(range(0, 16, 2)) and {i[0].stop - i[0].start for i in read} == {2}
 
@@ -189,7 +195,7 @@ def test_an_error_in_the_middle_keeps_one_whole_checkpoint(tmp_path, monkeypatch
 
 
 def test_what_is_on_disk_at_any_step_of_a_save_is_a_whole_checkpoint(tmp_path, monkeypatch):
-    """A copy of the directory is taken before every step that writes, flushes, renames or removes: the disk after a crash there."""
+    """Before every step that writes, flushes, renames or removes the directory is copied: the disk after a crash there."""
     directory, copies = tmp_path / "c", []
     checkpoint.save(directory, versioned(1), {"version": 1})
 
@@ -202,7 +208,12 @@ def test_what_is_on_disk_at_any_step_of_a_save_is_a_whole_checkpoint(tmp_path, m
         return function
 
     with monkeypatch.context() as patch:
-        for holder, name in ((checkpoint_files.zlib, "crc32"), (checkpoint_files, "flush"), (checkpoint_files, "sync_directory"), (os, "replace")):
+        for holder, name in (
+            (checkpoint_files.zlib, "crc32"),
+            (checkpoint_files, "flush"),
+            (checkpoint_files, "sync_directory"),
+            (os, "replace"),
+        ):
             patch.setattr(holder, name, copies_first(getattr(holder, name)))
         patch.setattr(pathlib.Path, "unlink", copies_first(pathlib.Path.unlink))
         checkpoint.save(directory, versioned(2), {"version": 2})
@@ -281,7 +292,10 @@ def test_a_first_save_that_was_interrupted(saved):
         (lambda b: b"[1]", "cannot be parsed"),
         (lambda b: b"\xff\xfe\xfd", "is no text"),
         (lambda b: b.replace(b"[64, 33]", b"[33, 64]"), "does not have the SHA-256"),
-        (lambda b: b.replace(b"graphacc-checkpoint-1", b"graphacc-checkpoint-9"), "has format 'graphacc-checkpoint-9', this version reads"),
+        (
+            lambda b: b.replace(b"graphacc-checkpoint-1", b"graphacc-checkpoint-9"),
+            "has format 'graphacc-checkpoint-9', this version reads",
+        ),
     ],
     ids=["cut", "empty", "other JSON", "no text", "changed", "other version"],
 )

@@ -31,7 +31,13 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_virtual_devices_are_made_on_demand():
-    assert run("from graphacc.runtime import *; print(default_platform(), len(select_devices(6)), available_devices())", JAX_PLATFORMS="cpu") == "cpu 6 6"
+    assert (
+        run(
+            "from graphacc.runtime import *; print(default_platform(), len(select_devices(6)), available_devices())",
+            JAX_PLATFORMS="cpu",
+        )
+        == "cpu 6 6"
+    )
 
 
 def test_more_devices_that_the_user_set_up_stay():
@@ -40,7 +46,10 @@ def test_more_devices_that_the_user_set_up_stay():
 
 
 def test_importing_the_runtime_starts_no_backend():
-    code = "import graphacc.runtime; from graphacc._compat.jax_ import backend_started; print(graphacc.runtime.default_platform(), backend_started())"
+    code = (
+        "import graphacc.runtime; from graphacc._compat.jax_ import backend_started;"
+        "print(graphacc.runtime.default_platform(), backend_started())"
+    )
     assert run(code, JAX_PLATFORMS="cpu") == "cpu False"
 
 
@@ -57,7 +66,9 @@ def test_axes_of_size_one_vanish_and_one_device_has_one_axis():
 
 
 def test_too_few_devices_say_how_to_get_more():
-    with pytest.raises(StrategyError, match=r"16 devices are wanted, JAX has 8 on cpu.*before JAX is first used.*device_count=16"):
+    with pytest.raises(
+        StrategyError, match=r"16 devices are wanted, JAX has 8 on cpu.*before JAX is first used.*device_count=16"
+    ):
         select_devices(16)
 
 
@@ -69,8 +80,16 @@ def test_no_devices():
 @pytest.mark.parametrize(
     "strategy, count, message",
     [
-        (Strategy(dp=3), 8, r"needs 3 devices \(dp=3\), but there are 8: set devices=3, .* 8: fsdp=8, dp=2 fsdp=4, dp=4 fsdp=2, dp=8$"),
-        (Strategy(dp=2, tp=2), 8, r"needs 4 devices \(dp=2 \* tp=2\), but there are 8: set devices=4, .* fsdp=4, dp=2 fsdp=2, dp=4$"),
+        (
+            Strategy(dp=3),
+            8,
+            r"needs 3 devices \(dp=3\), but there are 8: set devices=3, .* 8: fsdp=8, dp=2 fsdp=4, dp=4 fsdp=2, dp=8$",
+        ),
+        (
+            Strategy(dp=2, tp=2),
+            8,
+            r"needs 4 devices \(dp=2 \* tp=2\), but there are 8: set devices=4, .* fsdp=4, dp=2 fsdp=2, dp=4$",
+        ),
         (Strategy(tp=3), 8, r"or change tp to a divisor of 8"),
         (Strategy(fsdp=8), 1, r"multiply to 1: dp=1 fsdp=1$"),
     ],

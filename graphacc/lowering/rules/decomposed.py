@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import decomposition, fake_mode, trace_functional
-from graphacc.lowering.dtypes import cast, to_torch
+from graphacc.lowering.dtypes import cast, to_torch, wide
 from graphacc.lowering.interpret import check_rules, run_graph
 from graphacc.lowering.registry import register
 
@@ -102,6 +102,8 @@ def run_decomposed(overload: torch._ops.OpOverload, args: tuple, kwargs: dict) -
 
 
 def _rule(ctx, *args, **kwargs):
+    """In fp32 for bf16 and fp16, as torch's kernels compute; a decomposition would round every step."""
+    args, kwargs = pytree.tree_map(lambda x: cast(x, wide(x.dtype)) if isinstance(x, jax.Array) else x, (args, kwargs))
     result = run_decomposed(ctx.node.target, args, kwargs)
     if isinstance(result, (tuple, list)):
         return tuple(None if x is None else cast(x, ctx.element(i).dtype) for i, x in enumerate(result))

@@ -14,6 +14,21 @@ from graphacc.lowering.registry import register
 _IN_RANGE = "promise_in_bounds"
 
 
+def _write(x, selector, source, method):
+    """``x.at[selector].<method>(source)`` for "set", "add", "multiply", "max" or "min".
+
+    bf16 values that meet in one place are combined in fp32 and rounded once; on bool, adding is "or" and multiplying
+    "and", as in torch.
+    """
+    dtype = x.dtype
+    if dtype == bool and method != "set":
+        x, source, method = x.astype(np.int8), cast(source, np.int8), {"add": "max", "multiply": "min"}.get(method, method)
+    elif method in ("add", "multiply"):
+        x = cast(x, wide(dtype))
+    update = getattr(x.at[selector], method)
+    return cast(update(cast(source, x.dtype), mode=_IN_RANGE), dtype)
+
+
 def _selector(ctx, indices):
     """torch's list of optional index tensors as a numpy index; trailing dims may be left out."""
     if any(index is not None and index.dtype == bool for index in indices):
@@ -34,11 +49,7 @@ def index_put(ctx, x, indices, values, accumulate=False):
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype == bool:
         return _put_where(x, *given[0], cast(values, x.dtype), accumulate)
-    selector = _selector(ctx, indices)
-    if not accumulate:
-        return x.at[selector].set(cast(values, x.dtype), mode=_IN_RANGE)
-    # bf16 rows that meet are summed in fp32 and rounded once, as torch does.
-    return cast(cast(x, wide(x.dtype)).at[selector].add(cast(values, wide(x.dtype)), mode=_IN_RANGE), x.dtype)
+    return _write(x, _selector(ctx, indices), cast(values, x.dtype), "add" if accumulate else "set")
 
 
 def _put_where(x, first, mask, values, accumulate):
@@ -51,7 +62,7 @@ def _put_where(x, first, mask, values, accumulate):
         nth = jnp.clip(jnp.cumsum(mask.reshape(-1).astype(np.int64)) - 1, 0, values.shape[first] - 1)
         values = jnp.take(values, nth, axis=first, mode="clip")
         values = values.reshape(*values.shape[:first], *mask.shape, *values.shape[first + 1 :])
-    return jnp.where(_expand_right(mask, mask.ndim + len(rest)), x + values if accumulate else values, x)
+    return jnp.where(_expand_right(mask, mask.ndim + len(rest)), jnp.add(x, values) if accumulate else values, x)
 
 
 @register("aten._unsafe_masked_index.default")
@@ -122,8 +133,7 @@ def _at(x, dim, index, source, method):
     whole = x.reshape(1) if x.ndim == 0 else x
     if not isinstance(source, (bool, int, float, complex)) and source.ndim < whole.ndim and source.size == 1:
         source = source.reshape((1,) * whole.ndim)
-    update = getattr(whole.at[_along(dim % whole.ndim, index.reshape(-1))], method)
-    return update(cast(source, x.dtype), mode=_IN_RANGE).reshape(x.shape)
+    return _write(whole, _along(dim % whole.ndim, index.reshape(-1)), cast(source, x.dtype), method).reshape(x.shape)
 
 
 def _positions(index, dim):
@@ -156,7 +166,7 @@ def _scatter(x, dim, index, source, method):
     if method == "set" and index.shape[dim] == 1 and all(n == m for d, (n, m) in enumerate(zip(index.shape, x.shape)) if d != dim):
         # One element per line: a comparison that fuses with its neighbours (the gradient of a cross-entropy).
         return jnp.where(lax.broadcasted_iota(index.dtype, x.shape, dim) == index, source, x).reshape(shape)
-    return getattr(x.at[_positions(index, dim)], method)(source, mode=_IN_RANGE).reshape(shape)
+    return _write(x, _positions(index, dim), source, method).reshape(shape)
 
 
 @register("aten.scatter.value", "aten.scatter.src")
@@ -171,7 +181,7 @@ def _scatter_reduce_old(ctx, x, dim, index, source, *, reduce):
 
 @register("aten.scatter_add.default")
 def scatter_add(ctx, x, dim, index, source):
-    return cast(_scatter(cast(x, wide(x.dtype)), dim, index, source, "add"), x.dtype)
+    return _scatter(x, dim, index, source, "add")
 
 
 _METHODS = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}
@@ -219,8 +229,7 @@ def _take(ctx, x, index):
 
 @register("aten.put.default")
 def _put(ctx, x, index, source, accumulate=False):
-    target = x.reshape(-1).at[index.reshape(-1)]
-    return (target.add if accumulate else target.set)(source.reshape(-1), mode=_IN_RANGE).reshape(x.shape)
+    return _write(x.reshape(-1), index.reshape(-1), source.reshape(-1), "add" if accumulate else "set").reshape(x.shape)
 
 
 @register("aten.masked_scatter.default")
@@ -231,3 +240,23 @@ def _masked_scatter(ctx, x, mask, source):
     nth = jnp.cumsum(mask.reshape(-1).astype(np.int64)) - 1
     values = source.reshape(-1).at[jnp.clip(nth, 0, source.size - 1)].get(mode=_IN_RANGE)
     return jnp.where(mask, values.reshape(ctx.shape), x)
+
+
+@register("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+def _embedding_bag(ctx, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, per_sample_weights=None, last=False, padding_idx=-1):
+    """Sum (mode 0), mean (1) or maximum (2) of the rows of each bag. Bags start at `offsets`; with `last`, the final one ends there."""
+    bags = ctx.element(0).shape[0]
+    bag = jnp.searchsorted(offsets, lax.iota(offsets.dtype, indices.shape[0]), side="right") - 1
+    used = (indices != padding_idx) & (bag < bags)
+    place = jnp.where(used, bag, bags)  # one more bag takes what does not count
+    rows = cast(weight[indices], wide(weight.dtype))
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
+    count = jnp.zeros(bags + 1, indices.dtype).at[place].add(1, mode=_IN_RANGE)[:bags]
+    if mode == 2:
+        out = jnp.full((bags + 1, rows.shape[1]), -np.inf, rows.dtype).at[place].max(rows, mode=_IN_RANGE)[:bags]
+        out = jnp.where(count[:, None] > 0, out, 0)
+    else:
+        out = jnp.zeros((bags + 1, rows.shape[1]), rows.dtype).at[place].add(rows, mode=_IN_RANGE)[:bags]
+        out = out / jnp.maximum(count, 1)[:, None] if mode == 1 else out
+    # The other results only serve torch's own backward kernels, which have no rule.
+    return cast(out, ctx.element(0).dtype), *(jnp.zeros(ctx.element(i).shape, ctx.element(i).dtype) for i in (1, 2, 3))

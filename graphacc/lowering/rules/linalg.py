@@ -6,7 +6,7 @@ import jax.scipy.linalg
 import numpy as np
 from jax import lax
 
-from graphacc.lowering.dtypes import cast
+from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
 
 _HIGHEST = lax.Precision.HIGHEST
@@ -224,7 +224,7 @@ def _householder_product(ctx, x, tau):
 
 @register("aten.linalg_matrix_exp.default")
 def _matrix_exp(ctx, x):
-    return jax.scipy.linalg.expm(x) if x.size else x
+    return cast(jax.scipy.linalg.expm(cast(x, wide(x.dtype))), x.dtype) if x.size else x
 
 
 @register("aten.linalg_cross.default")

@@ -84,16 +84,9 @@ def _rms_norm(ctx, x, normalized_shape, weight, eps):
     return tuple(cast(y, ctx.element(i).dtype) for i, y in enumerate((out if weight is None else out * weight, rstd)))
 
 
-@register("aten.native_dropout.default")
-def _native_dropout(ctx, x, p, train):
-    if p not in (0, 0.0) and train is not False:
-        raise ValueError(f"dropout with p={p} draws random numbers: capture must turn it into graphacc::random_uniform first")
-    return x, jnp.ones(x.shape, bool)
-
-
 @register("aten.native_dropout_backward.default")
 def _dropout_backward(ctx, grad, mask, scale):
-    return cast(cast(grad, wide(grad.dtype)) * mask * np.asarray(scale, wide(grad.dtype)), ctx.dtype)
+    return cast(cast(grad, wide(ctx.dtype)) * mask * np.asarray(scale, wide(ctx.dtype)), ctx.dtype)
 
 
 def _class_weights(logp, target, weight, ignore_index):

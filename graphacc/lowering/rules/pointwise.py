@@ -13,7 +13,7 @@ from graphacc.lowering.registry import register
 
 def _sign(x):
     if not is_float(x):
-        return jnp.sign(x)
+        return x if x.dtype == bool else jnp.sign(x)
     return jnp.where(jnp.isnan(x), jnp.zeros_like(x), jnp.sign(x))  # torch: the sign of NaN is 0
 
 

@@ -71,6 +71,7 @@ refuse(
     "aten.geometric.default",
     "aten.log_normal.default",
     "aten.multinomial.default",
+    "aten.native_dropout.default",
     "aten.normal.Tensor_Tensor",
     "aten.normal.Tensor_float",
     "aten.normal.float_Tensor",

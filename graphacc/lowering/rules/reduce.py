@@ -135,7 +135,7 @@ def _std_mean(ctx, x, dim=None, *, correction=None, keepdim=False):
 
 @register("aten.linalg_vector_norm.default")
 def vector_norm(ctx, x, order=2, dim=None, keepdim=False, *, dtype=None):
-    x = jnp.abs(cast(x, wide(x.dtype) if dtype is None else wide(ctx.dtype)))
+    x = cast(jnp.abs(x), wide(ctx.dtype))
     dims = axes(x, dim)
     if order in (float("inf"), float("-inf")):
         result = (jnp.max if order > 0 else jnp.min)(x, axis=dims, keepdims=keepdim)

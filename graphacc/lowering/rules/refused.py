@@ -40,4 +40,11 @@ refuse(
     "it writes into an argument, and a StepGraph is functional: capture replaces it by its functional form",
     "aten._native_batch_norm_legit.default",
     "aten.atan2.out",
+    "aten.resize_.default",
+)
+refuse(
+    "it reads results of embedding_bag's forward that XLA's rule does not make: write the bags as embedding and sum, mean or amax",
+    "aten._embedding_bag_backward.default",
+    "aten._embedding_bag_dense_backward.default",
+    "aten._embedding_bag_per_sample_weights_backward.default",
 )

@@ -245,20 +245,25 @@ def _place(x, source, positions):
     return flat.reshape(x.shape)
 
 
+def _windows(shape, dim, size, step):
+    """The function that takes an array of this shape to its windows along `dim`, which become the last dim."""
+    dim = dim % len(shape)
+    count = (shape[dim] - size) // step + 1
+    index = np.arange(count)[:, None] * step + np.arange(size)[None, :]
+    return lambda x: jnp.moveaxis(jnp.take(x, index, axis=dim, mode="clip"), dim + 1, -1)
+
+
 @register("aten.unfold.default", "aten.unfold_copy.default")
-def unfold(ctx, x, dim, size, step):
-    if x.ndim == 0:
-        return jnp.broadcast_to(x, ctx.shape)
-    dim = dim % x.ndim
-    count = (x.shape[dim] - size) // step + 1
-    windows = np.arange(count)[:, None] * step + np.arange(size)[None, :]
-    return jnp.moveaxis(jnp.take(x, windows, axis=dim, mode="clip"), dim + 1, -1)
+def _unfold(ctx, x, dim, size, step):
+    return _windows(x.shape, dim, size, step)(x) if x.ndim else jnp.broadcast_to(x, ctx.shape)
 
 
 @register("aten.unfold_backward.default")
 def _unfold_backward(ctx, grad, sizes, dim, size, step):
+    windows = _windows(tuple(sizes), dim, size, step)
     primal = jax.ShapeDtypeStruct(tuple(sizes), grad.dtype)
-    return jax.linear_transpose(lambda x: unfold(None, x, dim, size, step), primal)(grad)[0]
+    grad = jnp.broadcast_to(grad, jax.eval_shape(windows, primal).shape)
+    return jax.linear_transpose(windows, primal)(grad)[0]
 
 
 @register("aten.view_as_real.default", "aten.view_as_real_copy.default")

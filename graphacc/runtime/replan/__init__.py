@@ -5,8 +5,17 @@ and when; `ordering` and `addressing` ask the planner core; `rewrite` writes the
 `api` loads it.
 """
 
-from graphacc.runtime.replan.api import ReplanResult, compile_and_replan, replan
+from graphacc.runtime.replan.api import Candidate, ReplanResult, compile_and_replan, replan, replan_best
 from graphacc.runtime.replan.cache import PlanCache
 from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 
-__all__ = ["NotUnderstood", "PlanCache", "ReplanResult", "VerificationError", "compile_and_replan", "replan"]
+__all__ = [
+    "Candidate",
+    "NotUnderstood",
+    "PlanCache",
+    "ReplanResult",
+    "VerificationError",
+    "compile_and_replan",
+    "replan",
+    "replan_best",
+]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -14,7 +14,7 @@ from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 from graphacc.runtime.replan.planner import PlannedBytes, Solvers, plan_bytes
 
 MIN_TEMPORARY_BYTES = 1 << 20  # a smaller arena is not worth a plan
-MEMORY_SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+CPU_SCHEDULES = ("DEFAULT", "MEMORY_OPTIMIZED")
 
 _logger = logging.getLogger("graphacc.replan")
 
@@ -30,7 +30,7 @@ class ReplanResult:
     temporary_after: int
     lower_bound: int  # bytes; no order and no addresses of these thunks need less. 0: unknown
     seconds: float  # from reading to loading
-    schedule: str = "default"  # XLA's schedule that the plan starts from: "default" or "memory"
+    schedule: str = ""  # XLA's schedule that the plan starts from, where several were tried
     serialized: bytes | None = None  # the planned executable: a loaded one cannot be serialised again
 
     @property
@@ -55,6 +55,7 @@ def replan(
     threads: int = 1,
     solvers: Solvers | None = None,
     cache: PlanCache | None = None,
+    serialized: bytes | None = None,
     min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
 ) -> ReplanResult:
     """Plan the temporaries of a compiled function again: order of operations and addresses.
@@ -63,11 +64,14 @@ def replan(
     inputs, `shard_map`, collectives). Anything that is not fully understood keeps XLA's plan, and is logged once.
 
     Args:
-        compiled: from ``jax.jit(...).lower(...).compile()`` in this process.
+        compiled: from ``jax.jit(...).lower(...).compile()`` in this process, not yet run (jaxlib 0.10.2 cannot serialise a sort that
+            has run).
         seconds: budget of the solvers.
         threads: for the solvers.
         solvers: another planner core than `graphacc.passes.memory`.
         cache: where plans are kept between processes.
+        serialized: the bytes of `compiled`, where they are at hand. Needed where it was loaded from them: jaxlib loses the code
+            of a loaded executable when it serialises it again.
         min_temporary_bytes: arenas below this keep XLA's plan.
 
     Returns:
@@ -80,13 +84,14 @@ def replan(
     if reason:
         return kept(reason, log=False)
     try:
-        planned = _plan(compiled, seconds, threads, solvers, cache)
+        planned = _plan(serialized or compat.serialize(compiled), seconds, solvers or _core_solvers(threads), cache)
         if planned.serialized is None:
             return dataclasses.replace(kept("no lower plan was found", log=False), lower_bound=planned.lower_bound)
         executable = compat.load_executable(planned.serialized, compiled)
     except (NotUnderstood, VerificationError) as error:
         return kept(str(error), log=True)
-    except RuntimeError as error:  # jaxlib's, when it refuses to serialise or to load
+    except Exception as error:  # a mistake of ours, or jaxlib refuses to load: training goes on with XLA's plan
+        _logger.debug("planning failed", exc_info=True)
         return kept(f"{type(error).__name__}: {error}", log=True)
     return ReplanResult(
         compiled=compat.with_executable(compiled, executable),
@@ -100,53 +105,72 @@ def replan(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One compilation of a function, out of several that compute the same."""
+
+    compiled: jax.stages.Compiled
+    schedule: str  # XLA's schedule that it was compiled with
+    serialized: bytes | None = None  # what it was loaded from, if it came from a cache
+
+
+def replan_best(candidates: Sequence[Candidate], *, seconds: float = 5.0, **options) -> ReplanResult:
+    """Plan several compilations of one function, and keep the lowest.
+
+    Args:
+        candidates: the first is the one whose temporaries are reported as `temporary_before`.
+        seconds: budget of the solvers, for all candidates together.
+        **options: of `replan`.
+    """
+    start = time.monotonic()
+    results = [
+        dataclasses.replace(
+            replan(c.compiled, seconds=seconds / len(candidates), serialized=c.serialized, **options), schedule=c.schedule
+        )
+        for c in candidates
+    ]
+    best = min(results, key=lambda result: result.temporary_after)
+    before = results[0].temporary_before
+    return dataclasses.replace(best, temporary_before=before, seconds=time.monotonic() - start)
+
+
 def compile_and_replan(
     lowered: jax.stages.Lowered,
     *,
-    seconds: float = 5.0,
-    compiler_options: Mapping[str, str | bool | int] | None = None,
-    try_memory_schedule: bool = True,
+    compiler_options: Mapping[str, str | bool | int | float] | None = None,
+    schedules: Sequence[str] = CPU_SCHEDULES,
+    min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
     **options,
 ) -> ReplanResult:
-    """Compile with XLA's schedules that may help, plan each, and keep the lowest.
+    """Compile with those of XLA:CPU's schedules that may help, plan each, and keep the lowest.
 
     XLA:CPU's default schedule is made for concurrency; its memory-optimised one is often, not always, the better start.
 
     Args:
         lowered: from ``jax.jit(...).lower(...)``.
-        seconds: budget of the solvers, for all schedules together.
-        compiler_options: for every compilation.
-        try_memory_schedule: False compiles once, with XLA's default schedule.
-        **options: of `replan`.
-
-    Returns:
-        The best result; `temporary_before` is always that of XLA's default schedule.
+        compiler_options: for every compilation; a scheduler named here is replaced by those of `schedules`.
+        schedules: values of ``xla_cpu_scheduler_type`` without their prefix. Only the first is compiled where its temporaries
+            are below `min_temporary_bytes`.
+        min_temporary_bytes: see `replan`.
+        **options: of `replan_best`.
     """
     start = time.monotonic()
-    given = dict(compiler_options or {})
-    compiled = lowered.compile(compiler_options=given or None)
-    tries = try_memory_schedule and _may_help(compiled, given, options.get("min_temporary_bytes", MIN_TEMPORARY_BYTES))
-    default = replan(compiled, seconds=seconds / 2 if tries else seconds, **options)
-    if not tries or default.is_optimal and default.temporary_after == 0:
-        return default
-    scheduled = lowered.compile(compiler_options={**given, **MEMORY_SCHEDULE})
-    memory = replan(scheduled, seconds=seconds / 2, **options)
-    best = default
-    if memory.temporary_after < default.temporary_after:
-        best = dataclasses.replace(memory, changed=True, schedule="memory", temporary_before=default.temporary_before)
+    candidates = []
+    for schedule in schedules:
+        chosen = {**(compiler_options or {}), "xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{schedule}"}
+        compiled = lowered.compile(compiler_options=chosen)
+        candidates.append(Candidate(compiled=compiled, schedule=schedule))
+        if not _is_cpu(compiled) or compiled.memory_analysis().temp_size_in_bytes < min_temporary_bytes:
+            break
+    best = replan_best(candidates, min_temporary_bytes=min_temporary_bytes, **options)
     return dataclasses.replace(best, seconds=time.monotonic() - start)
 
 
-def _plan(
-    compiled: jax.stages.Compiled, seconds: float, threads: int, solvers: Solvers | None, cache: PlanCache | None
-) -> PlannedBytes:
-    serialized = compat.loaded_executable(compiled).serialize()
+def _plan(serialized: bytes, seconds: float, solvers: Solvers, cache: PlanCache | None) -> PlannedBytes:
     options = f"seconds={seconds}"
     found = cache.load(serialized, options) if cache else None
     if found is None:
-        found = plan_bytes(
-            serialized, library=compat.xla_library(), solvers=solvers or _core_solvers(threads), seconds=seconds
-        )
+        found = plan_bytes(serialized, library=compat.xla_library(), solvers=solvers, seconds=seconds)
         if cache:
             cache.store(serialized, options, found)
     return found
@@ -172,13 +196,6 @@ def _reason_to_keep(compiled: jax.stages.Compiled, before: int, min_temporary_by
     if before < min_temporary_bytes:
         return f"its {before} bytes of temporaries are below {min_temporary_bytes}"
     return ""
-
-
-def _may_help(compiled: jax.stages.Compiled, given: dict, min_temporary_bytes: int) -> bool:
-    """Whether a second compilation is worth its time."""
-    if not _is_cpu(compiled) or "xla_cpu_scheduler_type" in given:
-        return False
-    return compiled.memory_analysis().temp_size_in_bytes >= min_temporary_bytes
 
 
 def _kept(compiled: jax.stages.Compiled, before: int, start: float, reason: str, *, log: bool) -> ReplanResult:

@@ -30,9 +30,9 @@ class Identity:
     def __init__(self, values: Values):
         self._executable = values.executable
         assignment = self._executable.assignment
-        self.slots = _read_slots(assignment)
-        self._defined = _definitions(assignment)
-        self._hlo_buffer = _join_aliases(assignment, self._defined)
+        defined = _definitions(assignment)
+        self.slots = _read_slots(assignment, set(defined.values()))
+        self._hlo_buffer = _join_aliases(assignment, defined)
         self._check_one_slot_each()
         self._by_instruction = self._index_by_instruction(assignment)
         self._value_of: dict[int, Value] = {}
@@ -44,7 +44,7 @@ class Identity:
 
     def value_of(self, logical_buffer: int) -> Value | None:
         """The value that a logical buffer is part of; None if no thunk writes it (a tuple's table, an unused buffer)."""
-        return self._value_of.get(self._hlo_buffer.get(logical_buffer, logical_buffer))
+        return self._value_of.get(self._hlo_buffer[logical_buffer])
 
     def _index_by_instruction(self, assignment) -> dict[str, list[int]]:
         names = self._executable.instruction_names
@@ -59,7 +59,7 @@ class Identity:
     def _check_one_slot_each(self) -> None:
         places: dict[int, Slot] = {}
         for buffer, slot in self.slots.items():
-            known = places.setdefault(self._hlo_buffer.get(buffer, buffer), slot)
+            known = places.setdefault(self._hlo_buffer[buffer], slot)
             if (known.allocation, known.offset) != (slot.allocation, slot.offset):
                 raise NotUnderstood(f"aliased logical buffers stand in two places: {known} and {slot}")
 
@@ -84,17 +84,23 @@ def _definitions_of(thunk: Thunk) -> list[Access]:
     return [a for a in thunk.accesses if a.mode.writes and thunk.control is Control.LEAF]
 
 
-def _read_slots(assignment) -> dict[int, Slot]:
-    return {
-        entry.logical_buffer_id: Slot(allocation.index, entry.offset, entry.size)
-        for allocation in assignment.buffer_allocations
-        for entry in allocation.assigned
-    }
-
-
 def _definitions(assignment) -> dict[tuple[int, tuple[int, ...]], int]:
     """(instruction id, shape index) -> logical buffer."""
-    return {(b.defined_at.instruction_id, tuple(b.defined_at.shape_index)): b.id for b in assignment.logical_buffers}
+    defined = {(b.defined_at.instruction_id, tuple(b.defined_at.shape_index)): b.id for b in assignment.logical_buffers}
+    num_buffers = len(assignment.logical_buffers)
+    if len(defined) != num_buffers or len(set(defined.values())) != num_buffers:
+        raise NotUnderstood(f"{num_buffers} logical buffers have {len(defined)} places and {len(set(defined.values()))} ids")
+    return defined
+
+
+def _read_slots(assignment, buffers: set[int]) -> dict[int, Slot]:
+    slots: dict[int, Slot] = {}
+    for allocation in assignment.buffer_allocations:
+        for entry in allocation.assigned:
+            if entry.logical_buffer_id not in buffers or entry.logical_buffer_id in slots:
+                raise NotUnderstood(f"allocation {allocation.index} names logical buffer {entry.logical_buffer_id}, unknown or twice")
+            slots[entry.logical_buffer_id] = Slot(allocation.index, entry.offset, entry.size)
+    return slots
 
 
 def _join_aliases(assignment, defined: dict[tuple[int, tuple[int, ...]], int]) -> dict[int, int]:

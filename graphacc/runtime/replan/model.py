@@ -6,9 +6,10 @@ attached, so that a plan is written back where it came from.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator
 
-from google.protobuf import message
+from google.protobuf import descriptor, message
 
 from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.schema import child_messages
@@ -149,14 +150,14 @@ class Executable:
         if access.offset < 0 or access.size < 0 or access.end > allocation.size:
             raise NotUnderstood(f"{where}: bytes [{access.offset}, {access.end}) of {allocation.size}")
 
-    @property
+    @functools.cached_property
     def temporary(self) -> Allocation | None:
         """The arena of temporaries, if the program has one."""
         return next((a for a in self.allocations.values() if a.kind is AllocationKind.TEMPORARY), None)
 
     def is_temporary(self, access: Access) -> bool:
         """Whether a plan may move it."""
-        return self.allocations[access.allocation].kind is AllocationKind.TEMPORARY
+        return self.temporary is not None and access.allocation == self.temporary.index
 
     def family(self, thunk: Thunk) -> list[Thunk]:
         """A thunk and all thunks nested in it."""
@@ -176,14 +177,27 @@ def allocation_kind(allocation: message.Message) -> AllocationKind:
 
 def find_slices(root: message.Message, stop: frozenset[str]) -> Iterator[message.Message]:
     """All slice messages below `root`, not looking into messages of the types in `stop`."""
-    for field, content in root.ListFields():
-        if field.type != field.TYPE_MESSAGE or field.message_type.full_name in stop:
-            continue
-        for child in child_messages(field, content):
+    for field in _fields_with_slices(root.DESCRIPTOR, stop):
+        for child in _children(root, field.name):
             if field.message_type.full_name == SLICE_MESSAGE:
                 yield child
             else:
                 yield from find_slices(child, stop)
+
+
+@functools.cache
+def _fields_with_slices(kind: descriptor.Descriptor, stop: frozenset[str]) -> tuple[descriptor.FieldDescriptor, ...]:
+    """The fields of a message type through which a slice can be reached."""
+    fields = (f for f in kind.fields if f.type == f.TYPE_MESSAGE and f.message_type.full_name not in stop)
+    return tuple(f for f in fields if _reaches_slice(f.message_type, stop, frozenset()))
+
+
+def _reaches_slice(kind: descriptor.Descriptor, stop: frozenset[str], visited: frozenset[str]) -> bool:
+    if kind.full_name == SLICE_MESSAGE:
+        return True
+    inner = [f.message_type for f in kind.fields if f.type == f.TYPE_MESSAGE]
+    excluded = stop | visited | {kind.full_name}
+    return any(_reaches_slice(k, stop, excluded) for k in inner if k.full_name not in excluded)
 
 
 def follow(root: message.Message, path: str) -> list[message.Message]:
@@ -202,6 +216,6 @@ def _children(parent: message.Message, name: str) -> list[message.Message]:
     field = parent.DESCRIPTOR.fields_by_name.get(name)
     if field is None:
         raise NotUnderstood(f"{parent.DESCRIPTOR.full_name} has no field {name} in this XLA")
-    if field.is_repeated:
-        return list(getattr(parent, name))
-    return [getattr(parent, name)] if parent.HasField(name) else []
+    if field.is_repeated or parent.HasField(name):
+        return child_messages(field, getattr(parent, name))
+    return []

@@ -14,9 +14,8 @@ from google.protobuf import message
 
 from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 from graphacc.runtime.replan.liveness import Liveness, Orders, find_overlap
-from graphacc.runtime.replan.model import SLICE_MESSAGE, AllocationKind, Control, Executable, Sequence, Thunk, allocation_kind
+from graphacc.runtime.replan.model import AllocationKind, Control, Executable, Sequence, Thunk, allocation_kind, find_slices
 from graphacc.runtime.replan.replay import ReachingDefinitions, Replay, make_chooser
-from graphacc.runtime.replan.schema import child_messages
 from graphacc.runtime.replan.values import Values
 
 NUM_REPLAYS = 8
@@ -94,19 +93,20 @@ def _match_sequence(
 def _canonical(thunk: Thunk, executable: Executable, stop: frozenset[str]) -> bytes:
     """A thunk's bytes without its offsets in the arena and without its nested sequences."""
     plain = _copy(thunk.message)
-    _strip(plain, executable, stop)
+    _clear_nested(plain, stop)
+    for found in find_slices(plain, stop):
+        if executable.temporary is not None and found.buffer_allocation_index == executable.temporary.index:
+            found.offset = 0
     return plain.SerializeToString(deterministic=True)
 
 
-def _strip(root: message.Message, executable: Executable, stop: frozenset[str]) -> None:
-    for field, content in root.ListFields():
-        for child in child_messages(field, content):
-            if child.DESCRIPTOR.full_name in stop:
-                child.Clear()
-            elif child.DESCRIPTOR.full_name != SLICE_MESSAGE:
-                _strip(child, executable, stop)
-            elif executable.temporary is not None and child.buffer_allocation_index == executable.temporary.index:
-                child.offset = 0
+def _clear_nested(root: message.Message, stop: frozenset[str]) -> None:
+    """Nested sequences stand directly inside the message of a thunk's kind."""
+    for _, content in root.ListFields():
+        if isinstance(content, message.Message):
+            for field, _ in content.ListFields():
+                if field.type == field.TYPE_MESSAGE and field.message_type.full_name in stop:
+                    content.ClearField(field.name)
 
 
 def _copy(original: message.Message) -> message.Message:
@@ -149,16 +149,21 @@ def _check_offsets(original: Executable, rewritten: Executable, access_names: li
 
 def _check_overlaps_within(was: Thunk, now: Thunk) -> None:
     """Kernels are compiled for the aliases between their buffers: none may appear or vanish."""
-    for i in range(len(was.accesses)):
-        for j in range(i):
-            if was.accesses[i].size and was.accesses[j].size and _relation(was, i, j) != _relation(now, i, j):
-                raise VerificationError(f"{was.kind} {was.name!r}: its buffers {j} and {i} overlap otherwise than before")
+    if _overlaps(was) != _overlaps(now):
+        raise VerificationError(f"{was.kind} {was.name!r}: its buffers overlap otherwise than before")
 
 
-def _relation(thunk: Thunk, i: int, j: int) -> int | None:
-    """The distance between two overlapping buffers, or None."""
-    a, b = thunk.accesses[i], thunk.accesses[j]
-    return a.offset - b.offset if a.overlaps(b) else None
+def _overlaps(thunk: Thunk) -> dict[tuple[int, int], int]:
+    """Pairs of the thunk's accesses that share a byte, and the distance between their starts."""
+    accesses = sorted(enumerate(thunk.accesses), key=lambda entry: (entry[1].allocation, entry[1].offset))
+    found = {}
+    for place, (i, a) in enumerate(accesses):
+        for j, b in accesses[place + 1 :]:
+            if b.allocation != a.allocation or b.offset >= a.end:
+                break
+            if a.overlaps(b):
+                found[min(i, j), max(i, j)] = a.offset - b.offset if i < j else b.offset - a.offset
+    return found
 
 
 # --- data flow ---

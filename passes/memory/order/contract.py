@@ -33,7 +33,11 @@ class Contraction:
 
 def contract(graph: OrderGraph) -> Contraction:
     """Merge every operator that can be put off into its only successor. Operators must be numbered in a valid order."""
-    members = _groups(graph)
+    return merge(graph, _groups(graph))
+
+
+def merge(graph: OrderGraph, members: Sequence[tuple[int, ...]]) -> Contraction:
+    """One operator for each group; groups must be convex, ordered inside, and come in a valid order."""
     group = [0] * graph.num_operators
     for index, merged in enumerate(members):
         for v in merged:
@@ -45,8 +49,8 @@ def contract(graph: OrderGraph) -> Contraction:
     buffers = [item for item in buffers if not _is_internal(item)]
     preds = [sorted({group[u] for v in merged for u in graph.preds[v]} - {index}) for index, merged in enumerate(members)]
     small = make_graph(graph.base, buffers, preds, [0] * len(members))
-    workspace = tuple(_hill(graph, merged) - new for merged, new in zip(members, small.new))
-    return Contraction(graph=dataclasses.replace(small, workspace=workspace), members=members)
+    workspace = tuple(_climb(graph, merged)[0] - new for merged, new in zip(members, small.new))
+    return Contraction(graph=dataclasses.replace(small, workspace=workspace), members=tuple(members))
 
 
 def _groups(graph: OrderGraph) -> tuple[tuple[int, ...], ...]:
@@ -56,7 +60,8 @@ def _groups(graph: OrderGraph) -> tuple[tuple[int, ...], ...]:
         if not _never_frees(graph, u):
             continue
         group, (w,) = groups[u], graph.succs[u]
-        if _hill(graph, group) - _surviving(graph, group) <= _hill(graph, groups[w]):
+        hill, outliving = _climb(graph, group)
+        if hill - outliving <= _climb(graph, groups[w])[0]:
             groups[w] = groups.pop(u) + groups[w]
     return tuple(map(tuple, groups.values()))
 
@@ -67,26 +72,13 @@ def _never_frees(graph: OrderGraph, u: int) -> bool:
     return all(graph.lasting[buffer] or graph.succs[u][0] in graph.accesses[buffer] for buffer in graph.touched[u])
 
 
-def _surviving(graph: OrderGraph, group: Sequence[int]) -> int:
-    """Bytes that the group creates and that outlive it."""
-    inside = set(group)
-    made = [buffer for v in group for buffer in graph.touched[v] if graph.producers[buffer] == v]
-    return sum(graph.sizes[b] for b in made if graph.lasting[b] or not inside.issuperset(graph.accesses[b]))
-
-
-def _hill(graph: OrderGraph, group: Sequence[int]) -> int:
-    """The most that memory rises above its level before the group while the group runs; its own buffers alone are freed inside."""
-    live = hill = 0
-    inside = set(group)
-    left = {buffer: len(graph.accesses[buffer]) for v in group for buffer in graph.touched[v]}
-    for v in group:
-        live += graph.new[v]
-        hill = max(hill, live + graph.workspace[v])
-        for buffer in graph.touched[v]:
-            left[buffer] -= 1
-            if not left[buffer] and not graph.lasting[buffer] and graph.producers[buffer] in inside:
-                live -= graph.sizes[buffer]
-    return hill
+def _climb(graph: OrderGraph, group: Sequence[int]) -> tuple[int, int]:
+    """How far memory rises above its level before the group while the group runs, and the bytes that it creates and that outlive it."""
+    if len(group) == 1:
+        return graph.new[group[0]] + graph.workspace[group[0]], graph.new[group[0]]
+    part = graph.detach(group)
+    outliving = sum(size for size, producer, lasting in zip(part.sizes, part.producers, part.lasting) if lasting and producer >= 0)
+    return part.peak(range(len(group))) - part.start_bytes(), outliving
 
 
 def _is_internal(item: tuple[int, int, bool, tuple[int, ...]]) -> bool:

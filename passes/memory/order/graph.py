@@ -36,21 +36,26 @@ class OrderGraph:
         """Live bytes before the first operator."""
         return self.base + sum(size for size, producer in zip(self.sizes, self.producers) if producer < 0)
 
-    def profile(self, order: Sequence[int]) -> list[int]:
+    def profile(self, order: Iterable[int]) -> list[int]:
         """Memory while each operator of `order` runs, in that order."""
+        return [during for during, _ in self.levels(order)]
+
+    def levels(self, order: Iterable[int]) -> list[tuple[int, int]]:
+        """Memory while each operator of `order` runs, and live bytes after it."""
         left = [len(users) for users in self.accesses]
         live = self.start_bytes()
         result = []
         for v in order:
             live += self.new[v]
-            result.append(live + self.workspace[v])
+            during = live + self.workspace[v]
             for buffer in self.touched[v]:
                 left[buffer] -= 1
                 if not left[buffer] and not self.lasting[buffer]:
                     live -= self.sizes[buffer]
+            result.append((during, live))
         return result
 
-    def peak(self, order: Sequence[int]) -> int:
+    def peak(self, order: Iterable[int]) -> int:
         """Largest memory while an operator of `order` runs."""
         return max(self.profile(order), default=self.base)
 
@@ -76,6 +81,25 @@ class OrderGraph:
                 buffers.append((size, -1 if born else local[producer], stays, inside))
         preds = [tuple(local[u] for u in self.preds[v] if u in local) for v in chosen]
         return make_graph(base, buffers, preds, [self.workspace[v] for v in chosen])
+
+    def detach(self, chosen: Sequence[int], *, shared_die: bool = False) -> "OrderGraph":
+        """The operators `chosen` on their own, with memory counted from 0.
+
+        Args:
+            shared_die: a buffer from outside that others touch too is freed after its last access here (True), or lives on.
+        """
+        local = {v: i for i, v in enumerate(chosen)}
+        buffers = []
+        for buffer in dict.fromkeys(buffer for v in chosen for buffer in self.touched[v]):
+            producer, users = self.producers[buffer], self.accesses[buffer]
+            stays = self.lasting[buffer] or any(v not in local and v != producer for v in users)
+            if producer not in local and shared_die:
+                stays = self.lasting[buffer]
+            if producer in local or not stays:
+                inside = tuple(local[v] for v in users if v in local)
+                buffers.append((self.sizes[buffer], local.get(producer, -1), stays, inside))
+        preds = [tuple(local[u] for u in self.preds[v] if u in local) for v in chosen]
+        return make_graph(0, buffers, preds, [self.workspace[v] for v in chosen])
 
 
 def make_graph(

@@ -7,6 +7,8 @@
   the least memory, otherwise the one that raises it least;
 - `bfs`: inductor's breadth-first order: the ready operator whose predecessors ran earliest;
 - `dfs`: inductor's depth-first order: from the operators that touch the fewest bytes, their predecessors first.
+
+And `under_cap`, which follows a given order, but runs what frees memory as soon as it fits under a cap, and no sooner.
 """
 
 import heapq
@@ -118,6 +120,52 @@ def _pop_fitting(graph: OrderGraph, frontier: _Frontier, heap: list[tuple[int, i
     for item in aside:
         heapq.heappush(heap, item)
     return found
+
+
+def under_cap(graph: OrderGraph, guide: Order, cap: int) -> Order:
+    """Follow `guide`, but run a ready operator that frees at least what it creates as soon as it fits under `cap`, and no sooner.
+
+    What does not fit is put off until memory has fallen, or until nothing else is left.
+    """
+    rank = {v: i for i, v in enumerate(guide)}
+    frontier = _Frontier(graph)
+    freeing, others, waiting = [], [], []
+    order: list[int] = []
+
+    def offer(v: int) -> None:
+        heapq.heappush(freeing if frontier.delta[v] <= 0 else others, (rank[v], v))
+
+    def take(heap: list[tuple[int, int]], fits: Callable[[int], bool]) -> int | None:
+        while heap:
+            item = heapq.heappop(heap)
+            if frontier.waiting[item[1]] or (heap is others and frontier.delta[item[1]] <= 0):
+                continue
+            if fits(item[1]):
+                return item[1]
+            waiting.append(item)
+        return None
+
+    def fits(v: int) -> bool:
+        return frontier.live + graph.new[v] + graph.workspace[v] <= cap
+
+    for v in frontier.ready():
+        offer(v)
+    level = frontier.live
+    while len(order) < graph.num_operators:
+        if frontier.live < level:
+            for _, v in waiting:
+                offer(v)
+            waiting.clear()
+        level = frontier.live
+        v = take(freeing, fits)
+        v = v if v is not None else take(others, lambda v: True)
+        if v is None:
+            heapq.heapify(waiting)
+            v = take(waiting, lambda v: True)
+        order.append(v)
+        for u in frontier.run(v):
+            offer(u)
+    return tuple(order)
 
 
 def bfs(graph: OrderGraph) -> Order:

@@ -1,0 +1,216 @@
+#include "address_state.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace gacc {
+namespace {
+constexpr int64_t kInfinity = std::numeric_limits<int64_t>::max();
+}
+
+AddressState::AddressState(const gacc_address_problem& problem) {
+  const int n = static_cast<int>(problem.num_items), sections = static_cast<int>(problem.num_sections);
+  members_.resize(sections);
+  capacity_.assign(problem.capacity, problem.capacity + sections);
+  load_.assign(sections, 0);
+  crossing_.assign(sections + 1, 0);
+  for (int i = 0; i < n; ++i) {
+    items_.push_back({static_cast<int>(problem.first[i]), static_cast<int>(problem.last[i]), problem.size[i], problem.top[i],
+                      problem.fixed[i] >= 0});
+    lowest_.push_back(std::max<int64_t>(problem.fixed[i], 0));
+    for (int s = first(i); s < last(i); ++s) {
+      members_[s].push_back(i);
+      load_[s] += items_[i].size;
+      crossing_[s] += s > first(i);
+    }
+  }
+  neighbours_.resize(n);
+  obstacles_.resize(n);
+  for (int i = 0; i < n; ++i) {
+    for (int j = 0; j < n; ++j) {
+      if (i == j || first(i) >= last(j) || first(j) >= last(i)) continue;
+      neighbours_[i].push_back(j);
+      if (items_[j].is_fixed) obstacles_[i].push_back(j);
+    }
+    std::sort(obstacles_[i].begin(), obstacles_[i].end(), [&](int x, int y) { return problem.fixed[x] < problem.fixed[y]; });
+  }
+  rest_ = load_;
+  floor_.assign(sections, 0);
+  deadline_.assign(n, -1);
+  placed_.assign(n, 0);
+  is_touched_.assign(sections, 0);
+}
+
+bool AddressState::start() {
+  for (int i = 0; i < num_items(); ++i) {
+    if (!items_[i].is_fixed) lowest_[i] = above_fixed(i, 0);
+  }
+  for (int s = 0; s < num_sections(); ++s) touch(s);
+  return infer();
+}
+
+int AddressState::next(const int* begin, const int* end) const {
+  int best = -1;
+  int64_t lowest = kInfinity, deadline = kInfinity;
+  for (const int* it = begin; it != end; ++it) {
+    const int i = *it;
+    if (placed_[i]) continue;
+    if (lowest_[i] < lowest) {
+      lowest = lowest_[i];
+      best = i;
+    }
+    if (deadline_[i] >= 0) deadline = std::min(deadline, deadline_[i]);
+  }
+  return best >= 0 && deadline <= lowest ? -2 : best;
+}
+
+bool AddressState::place(int item) {
+  const int64_t end = lowest_[item] + items_[item].size;
+  placed_[item] = 1;
+  trail_.push_back({Kind::kPlaced, item, 0});
+  for (int s = first(item); s < last(item); ++s) {
+    rest_[s] -= items_[item].size;
+    crossing_[s] -= s > first(item);
+    touch(s);
+  }
+  bool possible = true;
+  for (int j : neighbours_[item]) {
+    if (placed_[j]) continue;
+    if (deadline_[j] >= 0) {
+      trail_.push_back({Kind::kDeadline, j, deadline_[j]});
+      deadline_[j] = -1;
+    }
+    possible = raise(j, end) && possible;
+  }
+  return infer() && possible;
+}
+
+bool AddressState::skip(int item) {
+  if (items_[item].is_fixed) return false;
+  const int64_t deadline = lowest_[item] + items_[item].size;
+  int64_t support = kInfinity;
+  for (int j : neighbours_[item]) {
+    if (!placed_[j] && lowest_[j] < deadline) support = std::min(support, lowest_[j] + items_[j].size);
+  }
+  if (support == kInfinity) return false;
+  trail_.push_back({Kind::kDeadline, item, deadline_[item]});
+  deadline_[item] = deadline;
+  const bool possible = raise(item, support);
+  return infer() && possible;
+}
+
+int64_t AddressState::above_fixed(int item, int64_t offset) const {
+  for (int j : obstacles_[item]) {
+    if (placed_[j] || lowest_[j] + items_[j].size <= offset) continue;
+    if (lowest_[j] >= offset + items_[item].size) break;
+    offset = lowest_[j] + items_[j].size;
+  }
+  return offset;
+}
+
+bool AddressState::raise(int item, int64_t offset) {
+  if (offset <= lowest_[item]) return true;
+  if (items_[item].is_fixed) return false;
+  offset = above_fixed(item, offset);
+  trail_.push_back({Kind::kLowest, item, lowest_[item]});
+  lowest_[item] = offset;
+  for (int s = first(item); s < last(item); ++s) touch(s);
+  return offset <= items_[item].top;
+}
+
+void AddressState::touch(int section) {
+  if (is_touched_[section]) return;
+  is_touched_[section] = 1;
+  touched_.push_back(section);
+}
+
+bool AddressState::infer() {
+  bool possible = true;
+  for (size_t head = 0; head < touched_.size(); ++head) {
+    const int section = touched_[head];
+    is_touched_[section] = 0;
+    if (possible && rest_[section] > 0) possible = infer_section(section);
+  }
+  touched_.clear();
+  return possible;
+}
+
+// The first (lowest) unplaced member starts at or below capacity - rest. If only one member can, all others lie above it.
+bool AddressState::infer_section(int section) {
+  int first = -1;
+  int64_t lowest = kInfinity, second = kInfinity;
+  for (int i : members_[section]) {
+    if (placed_[i]) continue;
+    if (lowest_[i] < lowest) {
+      second = lowest;
+      lowest = lowest_[i];
+      first = i;
+    } else {
+      second = std::min(second, lowest_[i]);
+    }
+  }
+  if (lowest != floor_[section]) {
+    trail_.push_back({Kind::kFloor, section, floor_[section]});
+    floor_[section] = lowest;
+  }
+  const int64_t latest = capacity_[section] - rest_[section];
+  if (lowest > latest) return false;
+  if (second <= latest || second == kInfinity) return true;
+  bool possible = true;
+  for (int i : members_[section]) {
+    if (!placed_[i] && i != first) possible = raise(i, lowest + items_[first].size) && possible;
+  }
+  return possible;
+}
+
+void AddressState::undo(size_t mark) {
+  for (; trail_.size() > mark; trail_.pop_back()) {
+    const Change& change = trail_.back();
+    switch (change.kind) {
+      case Kind::kLowest: lowest_[change.index] = change.before; break;
+      case Kind::kDeadline: deadline_[change.index] = change.before; break;
+      case Kind::kFloor: floor_[change.index] = change.before; break;
+      case Kind::kPlaced:
+        placed_[change.index] = 0;
+        for (int s = first(change.index); s < last(change.index); ++s) {
+          rest_[s] += items_[change.index].size;
+          crossing_[s] += s > first(change.index);
+        }
+    }
+  }
+}
+
+void AddressState::save(Snapshot& snapshot) const {
+  snapshot.lowest = lowest_;
+  snapshot.deadline = deadline_;
+  snapshot.floor = floor_;
+  snapshot.rest = rest_;
+  snapshot.placed = placed_;
+}
+
+void AddressState::restore(const Snapshot& snapshot) {
+  lowest_ = snapshot.lowest;
+  deadline_ = snapshot.deadline;
+  floor_ = snapshot.floor;
+  rest_ = snapshot.rest;
+  placed_ = snapshot.placed;
+  trail_.clear();  // crossing_ is not restored: a beam does not decompose
+}
+
+double AddressState::waste(const std::vector<double>& weights) const {
+  double waste = 0;
+  for (int s = 0; s < num_sections(); ++s) {
+    if (rest_[s] > 0) waste += weights[s] * static_cast<double>(floor_[s] - load_[s] + rest_[s]);
+  }
+  return waste;
+}
+
+uint64_t AddressState::hash(const std::vector<uint64_t>& keys) const {
+  uint64_t hash = 0;
+  for (int i = 0; i < num_items(); ++i) {
+    if (!placed_[i]) hash += keys[i] * (2 * static_cast<uint64_t>(lowest_[i]) + 1);
+  }
+  return hash;
+}
+
+}  // namespace gacc

@@ -1,0 +1,83 @@
+// A partial assignment of addresses, with inference and undo. The mathematics is in passes/memory/addresses/__init__.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "planner.h"
+
+namespace gacc {
+
+class AddressState {
+ public:
+  explicit AddressState(const gacc_address_problem& problem);
+
+  int num_items() const { return static_cast<int>(items_.size()); }
+  int num_sections() const { return static_cast<int>(members_.size()); }
+  bool is_placed(int item) const { return placed_[item]; }
+  int64_t offset(int item) const { return lowest_[item]; }
+  int first(int item) const { return items_[item].first; }
+  int last(int item) const { return items_[item].last; }
+  bool is_cut(int section) const { return crossing_[section] == 0; }  // no unplaced item lives in section - 1 and in section
+
+  // Infers from the untouched problem; false: it has no solution.
+  bool start();
+  // The unplaced item of the list that is to be decided next, -1 if all are placed, or -2 if there is no solution.
+  int next(const int* begin, const int* end) const;
+  // Gives the item its lowest offset. False: no solution follows.
+  bool place(int item);
+  // Decides that the item lies above its lowest offset. False: no solution follows.
+  bool skip(int item);
+
+  size_t mark() const { return trail_.size(); }
+  void undo(size_t mark);
+
+  // What a beam keeps of a state.
+  struct Snapshot {
+    std::vector<int64_t> lowest, deadline, floor, rest;
+    std::vector<char> placed;
+  };
+  void save(Snapshot& snapshot) const;
+  void restore(const Snapshot& snapshot);
+  double waste(const std::vector<double>& weights) const;
+  uint64_t hash(const std::vector<uint64_t>& keys) const;
+  int64_t slack(int section) const { return capacity_[section] - load_[section]; }
+
+ private:
+  struct Item {
+    int first, last;
+    int64_t size, top;
+    bool is_fixed;
+  };
+  enum class Kind : char { kLowest, kDeadline, kFloor, kPlaced };
+  struct Change {
+    Kind kind;
+    int index;
+    int64_t before;
+  };
+
+  bool raise(int item, int64_t offset);
+  bool infer();
+  bool infer_section(int section);
+  void touch(int section);
+  int64_t above_fixed(int item, int64_t offset) const;
+
+  std::vector<Item> items_;
+  std::vector<std::vector<int>> members_;     // of a section
+  std::vector<std::vector<int>> neighbours_;  // items that live at the same time
+  std::vector<std::vector<int>> obstacles_;   // fixed neighbours, by offset
+  std::vector<int64_t> capacity_, load_;
+
+  std::vector<int64_t> lowest_;    // no solution has the item lower; its offset once it is placed
+  std::vector<int64_t> deadline_;  // -1, or: a neighbour must be placed below this offset to hold the skipped item up
+  std::vector<int64_t> floor_;     // smallest lowest_ of the unplaced members
+  std::vector<int64_t> rest_;      // total size of the unplaced members
+  std::vector<int> crossing_;
+  std::vector<char> placed_;
+  std::vector<Change> trail_;
+  std::vector<int> touched_;
+  std::vector<char> is_touched_;
+};
+
+}  // namespace gacc

@@ -1,0 +1,113 @@
+"""What a trace watches for in the user's code, because the captured step would silently compute something else."""
+
+import contextlib
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from graphacc.errors import CaptureError
+
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+class ForeignWrites(TorchFunctionMode):
+    """Refuses writes into real tensors: a tensor that is neither parameter, buffer nor made in the forward.
+
+    It also answers ``torch.rand([]) < 0``: layer drop of transformers' models, switched off.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._draws: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if _writes(name) and args and type(args[0]) in (Tensor, nn.Parameter):
+            raise CaptureError(
+                f"the forward writes into a tensor of shape {list(args[0].shape)} ({name}) that is no buffer of the model: a captured step "
+                "keeps only buffers and parameters from one step to the next. Register it with register_buffer."
+            )
+        if name in ("lt", "__lt__") and id(args[0]) in self._draws and not isinstance(args[1], Tensor) and args[1] <= 0:
+            return False
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.dim() == 0:
+            self._draws[id(result)] = result
+        return result
+
+
+def _writes(name: str) -> bool:
+    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+@contextlib.contextmanager
+def watched_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[None]:
+    """Note plain attributes that the block changes, which no captured step can do.
+
+    Tensors that it replaces are added to `replaced` as id -> dotted name: one that the block also reads is state of the
+    model. A number that it changes keeps its present value in every step, which a warning says.
+    """
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    yield
+    for path, module in model.named_modules():
+        after = vars(module)
+        for name, value in before.get(path, {}).items():
+            label = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor) and after.get(name) is not value:
+                replaced[id(value)] = label
+            elif type(value) in (int, float) and after.get(name) != value:
+                warnings.warn(
+                    f"the forward changes attribute {label!r} from {value!r} to {after.get(name)!r}; a captured step computes with "
+                    f"{value!r} always. What must change from step to step belongs in a buffer (register_buffer).",
+                    stacklevel=2,
+                )
+
+
+@contextlib.contextmanager
+def no_python_randomness() -> Iterator[None]:
+    """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
+    yield
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise CaptureError(_PYTHON_RANDOM.format("Python's random module"))
+    if numpy and str(numpy.random.get_state(legacy=False)["state"]) != str(numpy_state["state"]):
+        numpy.random.set_state(numpy_state)
+        raise CaptureError(_PYTHON_RANDOM.format("numpy.random"))
+
+
+_PYTHON_RANDOM = (
+    "the forward draws from {}: the captured step would repeat that one draw in every step. Draw with torch (torch.rand, torch.randint), "
+    "whose operators become part of the step, or draw outside of the model and pass the result in"
+)
+
+
+@contextlib.contextmanager
+def dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Embeddings with ``sparse=True`` give dense gradients inside the block: the same numbers, zeros written out."""
+    sparse = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
+@contextlib.contextmanager
+def quiet_failures() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error that is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,131 @@
+"""Decides whether items fit a capacity, by searches and beams under many tie orders, on several threads.
+
+No tie order is good for all problems, and how long a search takes with one is heavy-tailed. So many short attempts are
+made: depth-first searches under perturbed orders, their node limits by Luby's sequence ("Optimal speedup of Las Vegas
+algorithms", 1993), and beams that grow wider. Both kinds get the same share of the time: each finds what the other does not.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from graphacc.passes.memory.addresses import native
+from graphacc.passes.memory.addresses.native import Outcome, StopFlag
+from graphacc.passes.memory.addresses.orders import perturbed, static_orders
+from graphacc.passes.memory.addresses.packing import Packing
+
+LUBY_NODES = 5_000
+SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
+BEAM_WIDTH, BEAM_GROWTH = 30, 3
+BIASES = (0.01, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Whether items fit."""
+
+    outcome: Outcome
+    offsets: np.ndarray | None = None  # units
+
+
+class _Race:
+    """What the threads of one decision share."""
+
+    def __init__(self, packing: Packing, capacity: int, seed: int, stop: StopFlag):
+        self.packing, self.limits, self.stop = packing, packing.limits(capacity), stop
+        self.lock = threading.Lock()
+        orders = static_orders(packing)
+        self.kinds = [_Kind(self._searches(orders, random.Random(seed))), _Kind(self._beams(orders, random.Random(seed)))]
+        self.decision = Decision(outcome=Outcome.STOPPED)
+
+    def work(self) -> None:
+        """Make attempts until one decides, or until the flag is set."""
+        while not self.stop.is_set():
+            with self.lock:
+                kind = min(self.kinds, key=lambda k: k.seconds)
+                attempt = next(kind.attempts)
+                kind.seconds += kind.expected
+            start = time.perf_counter()
+            outcome, offsets = attempt()
+            seconds = time.perf_counter() - start
+            with self.lock:
+                kind.seconds += seconds - kind.expected
+                kind.expected = seconds
+                if outcome is not Outcome.STOPPED and self.decision.outcome is Outcome.STOPPED:
+                    self.decision = Decision(outcome=outcome, offsets=offsets)
+                    self.stop.set()
+
+    def _searches(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+        for i in itertools.count():
+            spread = 0.0 if i < len(orders) else rng.choice(SPREADS)
+            order = perturbed(orders[i % len(orders)], spread, rng)
+            yield self._search(order, LUBY_NODES * (1 if i < len(orders) else luby(i - len(orders) + 1)))
+
+    def _beams(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+        width = BEAM_WIDTH
+        for round_ in itertools.count():
+            for order, bias in itertools.product(orders, BIASES):
+                yield self._beam(perturbed(order, SPREADS[0] if round_ else 0.0, rng), width, bias)
+            width *= BEAM_GROWTH
+
+    def _search(self, order: np.ndarray, max_nodes: int) -> Callable:
+        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop)[:2]
+
+    def _beam(self, order: np.ndarray, width: int, bias: float) -> Callable:
+        def attempt():
+            outcome, offsets, _ = native.beam(self.packing, order, self.limits, width, bias, self.stop)
+            return (outcome, offsets) if outcome is Outcome.FOUND else (Outcome.STOPPED, None)
+
+        return attempt
+
+
+class _Kind:
+    """One kind of attempt, and the time that it has had."""
+
+    def __init__(self, attempts: Iterator[Callable]):
+        self.attempts = attempts
+        self.seconds = 0.0
+        self.expected = 0.0
+
+
+def decide(packing: Packing, capacity: int, *, deadline: float, threads: int, seed: int = 0) -> Decision:
+    """Find offsets with which the arena has at most `capacity` bytes, or prove that there are none.
+
+    Args:
+        packing: connected in time; see `Packing.parts`.
+        capacity: bytes.
+        deadline: of time.monotonic(); STOPPED after it.
+        threads: how many attempts run at the same time.
+        seed: of the perturbations.
+    """
+    stop = StopFlag()
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
+    timer.start()
+    try:
+        race = _Race(packing, capacity, seed, stop)
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            workers = [pool.submit(race.work) for _ in range(threads)]
+            try:
+                for worker in workers:
+                    worker.result()
+            finally:
+                stop.set()
+    finally:
+        timer.cancel()
+        timer.join()
+    return race.decision
+
+
+def luby(i: int) -> int:
+    """The i-th term, from 1, of Luby's sequence 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ..."""
+    while True:
+        bits = i.bit_length()
+        if i == (1 << bits) - 1:
+            return 1 << (bits - 1)
+        i -= (1 << (bits - 1)) - 1

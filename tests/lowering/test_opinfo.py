@@ -1,0 +1,151 @@
+"""Every entry of torch's own operator database against eager torch, and the share of it that lowers."""
+
+import collections
+import itertools
+import warnings
+
+import pytest
+import torch
+from helpers_lowering import check_lowering, run_lowered, step_graph
+from torch.utils import _pytree as pytree
+
+import graphacc.lowering
+from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
+from graphacc.errors import LoweringError
+from graphacc.lowering import registry
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's testing module warns where hypothesis is not installed
+    from torch.testing._internal.common_methods_invocations import op_db
+
+SAMPLES = 3
+FLOOR_OP_DB = 0.80
+FLOOR_CORE = 0.90
+LOW_PRECISION = "add sub mul div exp log tanh sigmoid nn.functional.gelu softmax sum mean cumsum matmul addmm where clamp scatter_add index_put sort".split()
+
+# Which of its results are determined; None: only shapes and dtypes are compared.
+UNDETERMINED = {
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), (None, "contents are undefined")),
+    **dict.fromkeys(("sort", "topk", "kthvalue", "mode", "median", "nanmedian", "msort"), (slice(1), "ties may come in any order: the values count")),
+    "argsort": (None, "ties may come in any order"),
+    "linalg.eigh": (slice(1), "eigenvectors are unique up to their sign; test_linalg.py rebuilds the matrix"),
+    "linalg.eig": (slice(1), "eigenvectors are unique up to their phase"),
+    "as_strided.partial_views": ("raises", "reads storage outside its input, which XLA does not have"),
+    "nn.functional.embedding_bag": (slice(1), "the others serve torch's own backward kernels"),
+    "chalf": ("raises", "jax has no complex32"),
+}
+UNTRACEABLE = (*data_dependent_errors(), *dynamic_shape_errors())
+# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts.
+UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse")
+
+
+def _functions(op, dtype, limit):
+    """(function, tensors) of the database's samples for an operator."""
+    for sample in itertools.islice(op.sample_inputs("cpu", dtype), limit):
+        flat, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+        def call(*tensors, flat=flat, structure=structure, places=places):
+            values = list(flat)
+            for i, x in zip(places, tensors):
+                values[i] = x
+            first, args, kwargs = pytree.tree_unflatten(values, structure)
+            return op.op(first, *args, **kwargs)
+
+        yield call, [flat[i] for i in places]
+
+
+def _shapes(results):
+    return [torch.zeros(x.shape, dtype=x.dtype) for x in results]
+
+
+def _check_sample(op, call, tensors) -> bool:
+    """Compare one sample; False where it cannot be traced or has an operator without a rule."""
+    try:
+        step = step_graph(call, *tensors)
+    except UNTRACEABLE:
+        return False
+    except (RuntimeError, AssertionError) as error:
+        if any(text in str(error) for text in UNTRACEABLE_TEXT):
+            return False
+        raise
+    if graphacc.lowering.missing(step):
+        return False
+    determined, _ = UNDETERMINED.get(op.full_name, (slice(None), ""))
+    if determined == "raises":
+        with pytest.raises(LoweringError):
+            run_lowered(step, *tensors)
+        return False
+    check_lowering(call, *tensors, step=step, results=_shapes if determined is None else lambda results: results[determined])
+    return True
+
+
+def _check_entry(op, dtype, limit) -> bool:
+    """Whether any sample of the entry lowers; those that do must agree with eager torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's and numpy's, about the samples themselves
+        lowered = [_check_sample(op, call, tensors) for call, tensors in _functions(op, dtype, limit)]
+    return any(lowered)
+
+
+def _dtype(op):
+    return next((d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in op.dtypes), None)
+
+
+def _sweep(entries) -> tuple[set[str], dict[str, str]]:
+    """(op, dtype, limit) -> names that lower, and the failures of those that disagree."""
+    covered, failures = set(), {}
+    for op, dtype, limit in entries:
+        torch.manual_seed(0)
+        try:
+            if dtype is not None and _check_entry(op, dtype, limit):
+                covered.add(op.full_name)
+        except Exception as error:  # noqa: BLE001  (gathered, and asserted to be none)
+            failures[f"{op.full_name} {dtype}"] = f"{type(error).__name__}: {error}"[:300]
+    return covered, failures
+
+
+def _core_operators() -> list[str]:
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            found += [str(getattr(packet, o)) for o in packet.overloads() if torch.Tag.core in getattr(packet, o).tags]
+    return found
+
+
+def test_op_db_agrees_with_eager_torch(capsys):
+    covered, failures = _sweep((op, _dtype(op), SAMPLES) for op in op_db)
+    core = _core_operators()
+    with_rule = [name for name in core if registry.find(name)]
+    share, core_share = len(covered) / len(op_db), len(with_rule) / len(core)
+    with capsys.disabled():
+        print(
+            f"\nOpInfo: {len(covered)} of {len(op_db)} op_db entries lower ({share:.1%}), "
+            f"{len(with_rule)} of {len(core)} core ATen operators have a rule ({core_share:.1%})"
+        )
+    assert failures == {}
+    assert share >= FLOOR_OP_DB and core_share >= FLOOR_CORE
+
+
+def test_every_core_operator_has_a_rule_or_a_reason():
+    assert [name for name in _core_operators() if not registry.find(name) and not registry.reason(name)] == []
+
+
+def test_integers_agree_with_eager_torch():
+    covered, failures = _sweep((op, torch.int64, 2) for op in op_db if torch.int64 in op.dtypes and _dtype(op) != torch.int64)
+    assert failures == {}
+    assert len(covered) > 350
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
+def test_low_precision_and_bool_agree_with_eager_torch(dtype):
+    chosen = [op for op in op_db if op.full_name in LOW_PRECISION and dtype in op.dtypes]
+    covered, failures = _sweep((op, dtype, 2) for op in chosen)
+    assert failures == {}
+    assert covered == {op.full_name for op in chosen}
+
+
+def test_no_exception_is_out_of_date():
+    names = collections.Counter(op.full_name for op in op_db)
+    assert [name for name in UNDETERMINED if name not in names] == []

@@ -1,0 +1,42 @@
+"""The Gloo executor: partitioned graphs in real processes, and what it says when one fails."""
+
+import pytest
+import torch
+from graphs import trace
+from simulate import run_global
+from zoo_steps import partitioned, zoo_case
+
+from graphacc.errors import GraphAccError
+from graphacc.graph import Kind, Shard
+from graphacc.runtime.reference import block, coordinates, join, run_reference
+from graphacc.strategy import Strategy
+
+
+def test_blocks_join_to_the_global_tensor():
+    mesh = {"dp": 2, "fsdp": 3}
+    x = torch.randn(7, 5)
+    for shards in (
+        (),
+        (Shard(axis="fsdp", size=3, dim=0),),
+        (Shard(axis="fsdp", size=3, dim=1), Shard(axis="dp", size=2, dim=0)),
+        (Shard(axis="fsdp", size=3, dim=0), Shard(axis="dp", size=2, dim=0)),
+    ):
+        blocks = [block(x, shards, at) for at in coordinates(mesh)]
+        assert len({tuple(part.shape) for part in blocks}) == 1
+        assert torch.equal(join(blocks, x.shape, shards, mesh), x)
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")])
+def test_training_step_in_processes(name, strategy):
+    case = zoo_case(name)
+    inputs = case.inputs(case.step)
+    expected = run_global(case.step, inputs)
+    step, _ = partitioned(case.step, strategy)
+    for x, y, item in zip(run_reference(step, Strategy.parse(strategy).mesh, inputs), expected, step.outputs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=2e-6, msg=lambda text, item=item: f"{item.kind.value} {item.target}: {text}")
+
+
+def test_a_failing_process_shows_its_traceback():
+    step = trace(lambda x, i: (x[i],), [(Kind.BATCH, "x", torch.randn(4)), (Kind.BATCH, "i", torch.tensor([0, 1]))], [(Kind.USER, "0")])
+    with pytest.raises(GraphAccError, match=r"(?s)process of rank 0 failed:.*index 9 is out of bounds"):
+        run_reference(step, {"dp": 1}, [torch.randn(4), torch.tensor([0, 9])])
