@@ -29,6 +29,7 @@ def compile(
     nan_loss: str = "warn",
     batch_dims: Mapping[str, int | None] | None = None,
     cache_dir: str | None = "default",
+    fast_compile: bool = False,
 ) -> nn.Module:
     """Compile the training of `model`; the training loop stays as it is.
 
@@ -47,7 +48,8 @@ def compile(
         nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
         batch_dims: path of a batch tensor, such as "model.kwargs['src']" -> the dim along which it is split over the data axes, or None
             to give every device all of it. Default: dim 0. Any choice gives the same result; a good one is faster.
-        cache_dir: directory of the persistent compile cache; None turns it off.
+        cache_dir: directory of the persistent compile cache ("default": the user's cache directory); None turns it off.
+        fast_compile: compile faster, for programs that run slower; for debugging and tests.
 
     Returns:
         `model` itself.
@@ -63,7 +65,13 @@ def compile(
     _check_choice("capture", capture, CAPTURES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
     chosen = _choose_strategy(strategy, devices, precision)
-    programs = Programs(chosen, num_devices=chosen.num_devices if devices is None else devices, batch_dims=batch_dims or {}, cache_dir=cache_dir)
+    programs = Programs(
+        chosen,
+        num_devices=chosen.num_devices if devices is None else devices,
+        batch_dims=batch_dims or {},
+        cache_dir=cache_dir,
+        fast_compile=fast_compile,
+    )
     options = Options(seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF, max_grad_norm=max_grad_norm, nan_loss=nan_loss)
     attach(model, Engine(model, programs, options))
     install_hooks()

@@ -46,7 +46,9 @@ def partition_pass(axis: str, num_ranks: int, stage: int, batch_dims: Mapping[st
         log.rewrote(len(log.details.collectives))
         return result
 
-    return Pass(name=f"partition-{axis}", exact=False, run=run, verify=functools.partial(_verify_axis, axis=axis, num_ranks=num_ranks))
+    return Pass(
+        name=f"partition-{axis}", exact=False, run=run, verify=functools.partial(_verify_axis, axis=axis, num_ranks=num_ranks)
+    )
 
 
 REGATHER = Pass(name="separate-backward-reads", exact=True, run=separate_backward_reads, verify=verify_backward_reads)
@@ -76,14 +78,19 @@ def check_batch(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, in
     """Raise StrategyError unless every batch input has a valid dim that dp * fsdp divides."""
     targets = {item.target: item for item in step.inputs if item.kind is Kind.BATCH}
     if set(batch_dims) != set(targets):
-        raise StrategyError(f"batch_dims names {sorted(batch_dims)}, the batch has {sorted(targets)}: give every one a dim, or None")
+        raise StrategyError(
+            f"batch_dims names {sorted(batch_dims)}, the batch has {sorted(targets)}: give every one a dim, or None"
+        )
     ranks = strategy.dp * strategy.fsdp
     for target, dim in batch_dims.items():
         shape = targets[target].shape
         if dim is not None and not 0 <= dim < len(shape):
-            raise StrategyError(f"batch_dims[{target!r}] is {dim}, but that tensor has shape {list(shape)}: give a dim from 0, or None")
+            raise StrategyError(
+                f"batch_dims[{target!r}] is {dim}, but that tensor has shape {list(shape)}: give a dim from 0, or None"
+            )
         if dim is not None and shape[dim] % ranks:
             raise StrategyError(
-                f"batch input {target!r} has shape {list(shape)}: its dim {dim} of size {shape[dim]} is split over dp={strategy.dp} x fsdp="
-                f"{strategy.fsdp} = {ranks} devices, which do not divide it. Use a batch size that is a multiple of {ranks}, or fewer devices"
+                f"batch input {target!r} has shape {list(shape)}: its dim {dim} of size {shape[dim]} is split over "
+                f"dp={strategy.dp} x fsdp={strategy.fsdp} = {ranks} devices, which do not divide it. "
+                f"Use a batch size that is a multiple of {ranks}, or fewer devices"
             )

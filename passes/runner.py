@@ -52,7 +52,9 @@ class PassReport:
         return text if self.details is None else f"{text}\n{self.details}"
 
 
-def run_passes(step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False) -> tuple[StepGraph, list[PassReport]]:
+def run_passes(
+    step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False
+) -> tuple[StepGraph, list[PassReport]]:
     """Run `passes` in order, checking the graph after each.
 
     Args:
@@ -72,6 +74,7 @@ def run_passes(step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] 
     for item in passes:
         step, report = _run_one(step, item, item.name in shown)
         reports.append(report)
+    step.module.recompile()
     return step, reports
 
 
@@ -101,7 +104,6 @@ def _check(step: StepGraph, item: Pass) -> None:
             item.verify(step)
     except (GraphError, RuntimeError) as error:  # Graph.lint raises RuntimeError
         raise GraphError(f"pass {item.name!r} broke the graph: {error}") from error
-    step.module.recompile()
 
 
 def select(passes: Sequence[Pass], names: Iterable[str]) -> list[Pass]:

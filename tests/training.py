@@ -7,19 +7,11 @@ import torch
 import zoo
 from tolerances import LOSS, PARAMETERS_AFTER_STEPS, relative_error
 from torch import nn
+from zoo import adamw
 
 import graphacc
 
 STEPS = 5
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW whose eps stands above rounding noise.
-
-    Some gradients are zero but for rounding (a key's bias under softmax); with the default eps of 1e-8 Adam turns that noise
-    into full steps, and two runs of PyTorch itself that sum in another order differ as much.
-    """
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-5)
 
 
 def train(model: nn.Module, batches: list[dict], make_optimizer: Callable = adamw, scheduled: bool = True) -> list[float]:
@@ -43,8 +35,8 @@ def batches_of(name: str, steps: int = STEPS, batch_size: int = 8) -> list[dict]
 
 
 def compiled(model: nn.Module, strategy: str | None, **options) -> nn.Module:
-    """Compile for tests: no persistent cache, one device unless the strategy says more."""
-    options.setdefault("cache_dir", None)
+    """Compile for tests: fast, no persistent cache, one device unless the strategy says more."""
+    options = {"cache_dir": None, "fast_compile": True} | options
     if strategy is None:
         options.setdefault("devices", 1)
     return graphacc.compile(model, strategy=strategy or graphacc.Strategy(), **options)

@@ -175,7 +175,11 @@ def _resnet() -> nn.Module:
 
 def _clip() -> nn.Module:
     tower = dict(
-        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, attention_dropout=0.0
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
     )
     text = dict(**tower, vocab_size=VOCAB, max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=VOCAB - 1, pad_token_id=1)
     config = transformers.CLIPConfig(
@@ -214,9 +218,7 @@ def _masked_batch(generator: torch.Generator, batch_size: int) -> dict[str, Tens
     tokens, real = _padded(generator, batch_size)
     hidden = (torch.rand(tokens.shape, generator=generator) < 0.3) & real
     hidden[:, 1] = True
-    return dict(
-        input_ids=tokens.masked_fill(hidden, 1), attention_mask=real.long(), labels=tokens.masked_fill(~hidden, IGNORED)
-    )
+    return dict(input_ids=tokens.masked_fill(hidden, 1), attention_mask=real.long(), labels=tokens.masked_fill(~hidden, IGNORED))
 
 
 def _translation_batch(generator: torch.Generator, batch_size: int) -> dict[str, Tensor]:

@@ -53,9 +53,7 @@ def _is_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, en
     return same_heads or (enable_gqa and query.shape[1] % key.shape[1] == 0)
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     k, v = k.to(q.dtype), v.to(q.dtype)  # mixed only where a buffer in fp32 met a projection in bf16
     dropout_mask = None
     if dropout_p > 0.0:

@@ -12,7 +12,14 @@ from graphacc.graph import Phase
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
-_SAME_IF_UNCHANGED = {aten.clone.default, aten._to_copy.default, aten.view.default, aten.expand.default, aten.slice.Tensor, aten.permute.default}
+_SAME_IF_UNCHANGED = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.view.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.permute.default,
+}
 _PLACEMENT = ("device", "pin_memory", "layout", "non_blocking")
 
 
@@ -72,7 +79,9 @@ def _copy_constants(
         if id(value) not in made:
             fake = _fake_like(value)
             if _is_uniform(value):
-                made[id(value)] = graph.call_function(aten.full.default, (list(value.shape), value.flatten()[0].item()), {"dtype": value.dtype})
+                made[id(value)] = graph.call_function(
+                    aten.full.default, (list(value.shape), value.flatten()[0].item()), {"dtype": value.dtype}
+                )
                 made[id(value)].meta = {"val": fake, **_note(node, phase, forward_of)}
             else:
                 made[id(value)] = _placeholder(graph, f"constant_{len(constants)}", fake, phase)
@@ -101,12 +110,14 @@ def _check_lifted(module: fx.GraphModule, replaced: Mapping[int, str]) -> None:
         where = (next(iter(node.users)).meta.get("custom") or {}).get("stack_trace", "")
         if id(value) in replaced:
             raise CaptureError(
-                f"the forward reads and replaces the tensor {replaced[id(value)]!r}, which is no buffer: a captured step would start from "
+                f"the forward reads and replaces the tensor {replaced[id(value)]!r}, which is no buffer: a captured step "
+                f"would start from "
                 f"the same value every time. Register it with register_buffer.\n{where}"
             )
         if value.requires_grad:
             raise CaptureError(
-                f"the model uses a tensor of shape {list(value.shape)} that requires a gradient but is no registered parameter: a captured "
+                f"the model uses a tensor of shape {list(value.shape)} that requires a gradient but is no registered "
+                f"parameter: a captured "
                 f"step trains registered parameters only. Make it an nn.Parameter attribute of a submodule.\n{where}"
             )
 

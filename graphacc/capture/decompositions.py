@@ -177,7 +177,10 @@ def _unsafe_view(x: Tensor, size: list[int], stride: list[int] | None = None) ->
 @_decomposes(aten.split.Tensor)
 def _split(x: Tensor, split_size: int, dim: int = 0) -> list[Tensor]:
     length = x.shape[dim]
-    return [aten.slice.Tensor(x, dim, start, min(start + split_size, length)) for start in range(0, max(length, 1), max(split_size, 1))]
+    return [
+        aten.slice.Tensor(x, dim, start, min(start + split_size, length))
+        for start in range(0, max(length, 1), max(split_size, 1))
+    ]
 
 
 @_decomposes(aten.split_with_sizes.default)

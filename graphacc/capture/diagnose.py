@@ -4,7 +4,7 @@ import contextlib
 
 from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
 from graphacc.capture.source import user_line
-from graphacc.errors import GraphAccError, CaptureError
+from graphacc.errors import CaptureError, GraphAccError
 
 _VALUE = (
     "it needs the value of a tensor while the step is captured (.item(), .tolist(), bool() of a tensor as in `if tensor:`, "

@@ -30,7 +30,8 @@ class ForeignWrites(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if _writes(name) and args and type(args[0]) in (Tensor, nn.Parameter):
             raise CaptureError(
-                f"the forward writes into a tensor of shape {list(args[0].shape)} ({name}) that is no buffer of the model: a captured step "
+                f"the forward writes into a tensor of shape {list(args[0].shape)} ({name}) that is no buffer of the model: a "
+                f"captured step "
                 "keeps only buffers and parameters from one step to the next. Register it with register_buffer."
             )
         if name in ("lt", "__lt__") and id(args[0]) in self._draws and not isinstance(args[1], Tensor) and args[1] <= 0:
@@ -42,7 +43,9 @@ class ForeignWrites(TorchFunctionMode):
 
 
 def _writes(name: str) -> bool:
-    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    return name in ("__setitem__", *_IN_PLACE_OPERATORS) or (
+        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    )
 
 
 @contextlib.contextmanager
@@ -62,7 +65,8 @@ def watched_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[N
                 replaced[id(value)] = label
             elif type(value) in (int, float) and after.get(name) != value:
                 warnings.warn(
-                    f"the forward changes attribute {label!r} from {value!r} to {after.get(name)!r}; a captured step computes with "
+                    f"the forward changes attribute {label!r} from {value!r} to {after.get(name)!r}; a captured step computes "
+                    f"with "
                     f"{value!r} always. What must change from step to step belongs in a buffer (register_buffer).",
                     stacklevel=2,
                 )
@@ -83,7 +87,8 @@ def no_python_randomness() -> Iterator[None]:
 
 
 _PYTHON_RANDOM = (
-    "the forward draws from {}: the captured step would repeat that one draw in every step. Draw with torch (torch.rand, torch.randint), "
+    "the forward draws from {}: the captured step would repeat that one draw in every step. Draw with torch (torch.rand, "
+    "torch.randint), "
     "whose operators become part of the step, or draw outside of the model and pass the result in"
 )
 

@@ -121,11 +121,12 @@ def _leaf(item: Named, tensor: Tensor) -> Tensor:
     """A leaf for a parameter, with the hooks that the user registered on it."""
     if item.tensor._post_accumulate_grad_hooks:
         raise CaptureError(
-            f"parameter {item.name!r} has a hook that runs when its gradient is accumulated (register_post_accumulate_grad_hook), which a "
+            f"parameter {item.name!r} has a hook that runs when its gradient is accumulated "
+            f"(register_post_accumulate_grad_hook), which a "
             "captured step does not do: change gradients between backward() and step(), or with Tensor.register_hook"
         )
     leaf = tensor.detach().requires_grad_(item.tensor.requires_grad)
-    for hook in (item.tensor._backward_hooks or {}).values():
+    for hook in (item.tensor._backward_hooks or {}).values() if leaf.requires_grad else ():
         leaf.register_hook(hook)
     return leaf
 
@@ -172,7 +173,8 @@ def _check_loss(loss: object) -> None:
         )
     if not loss.requires_grad:
         raise CaptureError(
-            "the loss does not depend on any parameter that requires a gradient: check requires_grad of the parameters, and that the "
+            "the loss does not depend on any parameter that requires a gradient: check requires_grad of the parameters, and "
+            "that the "
             "forward neither runs under torch.no_grad() nor detaches its result"
         )
 
@@ -203,7 +205,8 @@ def _check_unchanged(step: StepGraph) -> None:
     written = [out.target for out in step.outputs if out.kind is Kind.PARAM]
     if written:
         raise CaptureError(
-            f"the forward writes into parameter(s) {', '.join(written)}: in a captured step only the optimizer changes parameters; keep what "
+            f"the forward writes into parameter(s) {', '.join(written)}: in a captured step only the optimizer changes "
+            f"parameters; keep what "
             "the forward updates in a buffer (register_buffer)"
         )
 

@@ -46,8 +46,10 @@ def members(model: nn.Module, optimizer: Optimizer, grads: Iterable[str]) -> lis
             name = names.get(id(parameter))
             if name is None:
                 raise CaptureError(
-                    f"parameter {position} of group {index} of {type(optimizer).__name__}, of shape {list(parameter.shape)}, is no parameter "
-                    f"of {type(model).__name__}: build the optimizer from model.parameters(), or make the module that owns it a submodule"
+                    f"parameter {position} of group {index} of {type(optimizer).__name__}, of shape {list(parameter.shape)}, "
+                    f"is no parameter "
+                    f"of {type(model).__name__}: build the optimizer from model.parameters(), or make the module that owns it "
+                    f"a submodule"
                 )
             if name in wanted:
                 found.append(Member(name, parameter, index))
@@ -76,7 +78,8 @@ def _number(optimizer: Optimizer, name: str) -> float:
         return float(value[int(position)] if position else value)
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise CaptureError(
-            f"{name!r} is no number of a parameter group of {type(optimizer).__name__}: write '<group>/<name>' or '<group>/<name>.<index>'"
+            f"{name!r} is no number of a parameter group of {type(optimizer).__name__}: write '<group>/<name>' or "
+            f"'<group>/<name>.<index>'"
         ) from error
 
 
@@ -107,11 +110,14 @@ def traceable_class(optimizer: Optimizer) -> type[Optimizer]:
     if equivalent := getattr(optimizer, "functional_equivalent", None):
         found = equivalent()
     if issubclass(found, torch.optim.SparseAdam):
-        raise CaptureError("SparseAdam works on sparse gradients, which a captured step does not have: use torch.optim.Adam, or Adagrad")
+        raise CaptureError(
+            "SparseAdam works on sparse gradients, which a captured step does not have: use torch.optim.Adam, or Adagrad"
+        )
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
-            f"{found.__name__}.step() needs a closure that evaluates the model again, several times per step, which a captured step does "
+            f"{found.__name__}.step() needs a closure that evaluates the model again, several times per step, which a "
+            f"captured step does "
             "not do: use an optimizer whose step() takes no closure, such as torch.optim.AdamW"
         )
     return found
@@ -145,8 +151,8 @@ def run_step(double: Optimizer) -> None:
 def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """The state that the optimizer's first step would start from: what exists already, else what it would create.
 
-    Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum buffer with
-    dampening) starts as NaN, which an update graph takes for "not yet there".
+    Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum
+    buffer with dampening) starts as NaN, which an update graph takes for "not yet there".
 
     Args:
         grads: names of the parameters that have a gradient.
@@ -279,5 +285,6 @@ def _as_tensor(optimizer: Optimizer, key: str, value: object) -> Tensor:
     if isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float64)
     raise CaptureError(
-        f"{type(optimizer).__name__} keeps a {type(value).__name__} as state {key!r}: a captured step holds tensors and numbers as state"
+        f"{type(optimizer).__name__} keeps a {type(value).__name__} as state {key!r}: a captured step holds tensors and "
+        f"numbers as state"
     )

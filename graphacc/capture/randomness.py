@@ -87,7 +87,9 @@ class Streams:
 
     def _randint(self, low: int, high: int, size, *, dtype=None, **_layout) -> Tensor:
         if high - low > 2**32:
-            raise CaptureError(f"randint over [{low}, {high}) spans more than 2**32 values, a random operator gives 32 bits; narrow the range")
+            raise CaptureError(
+                f"randint over [{low}, {high}) spans more than 2**32 values, a random operator gives 32 bits; narrow the range"
+            )
         return (self.bits(size) % (high - low) + low).to(dtype or torch.int64)
 
     def _randperm(self, n: int, *, dtype=None, **_layout) -> Tensor:

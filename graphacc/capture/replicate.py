@@ -1,7 +1,8 @@
 """One traced update per kind of parameter, copied for all parameters of that kind.
 
-torch's own optimizers update every parameter by itself in their single-tensor form, so two parameters of one group with equal shapes and
-state have the same operators. Tracing one of them and copying its nodes makes capture time independent of a model's depth.
+torch's own optimizers update every parameter by itself in their single-tensor form, so two parameters of one group with equal
+shapes and state have the same operators. Tracing one of them and copying its nodes makes capture time independent of a model's
+depth.
 """
 
 import dataclasses
@@ -53,7 +54,9 @@ def replicated(step: StepGraph, representatives: Mapping[str, str]) -> StepGraph
                 outputs.append(dataclasses.replace(item, target=name + item.target.removeprefix(representative)))
                 results.append(copies[name if owners[node] else "", node])
     graph.output(tuple(results))
-    result = StepGraph(module=fx.GraphModule(nn.Module(), graph), inputs=tuple(inputs), outputs=tuple(outputs), constants=step.constants)
+    result = StepGraph(
+        module=fx.GraphModule(nn.Module(), graph), inputs=tuple(inputs), outputs=tuple(outputs), constants=step.constants
+    )
     result.verify()
     return result
 

@@ -1,8 +1,8 @@
 """Python arithmetic of an optimizer's step, carried out on traced float64 0-d tensors.
 
 An optimizer reads its step count with ``.item()`` and computes bias corrections in Python's double precision. While a step is
-traced such a read gives a float64 0-d tensor instead, so the same formulas end up in the graph with the same precision. What Python
-cannot do with a tensor is replaced: scalar arguments (``alpha=``, ``value=``), ``min``, ``max`` and the `math` module.
+traced such a read gives a float64 0-d tensor instead, so the same formulas end up in the graph with the same precision. What
+Python cannot do with a tensor is replaced: scalar arguments (``alpha=``, ``value=``), ``min``, ``max`` and the `math` module.
 
 A branch on a hyperparameter (``if weight_decay != 0``) is taken as the value at capture says; a branch on anything else
 cannot be captured.

@@ -13,8 +13,8 @@ _Key = tuple[Kind, str]
 def stitch(joint: StepGraph, update: StepGraph) -> StepGraph:
     """The whole step: forward, backward and update in one graph.
 
-    An input of `update` is wired, by kind and target, to the joint graph's output of that name (gradients, values of the user), else
-    to the joint graph's input (parameters, batch, key), else it becomes an input of the step.
+    An input of `update` is wired, by kind and target, to the joint graph's output of that name (gradients, values of the user),
+    else to the joint graph's input (parameters, batch, key), else it becomes an input of the step.
 
     Returns:
         A graph with inputs PARAM, BUFFER, BATCH, KEY, STATE and HYPER, and outputs LOSS, USER, BUFFER, PARAM and STATE.
@@ -78,7 +78,10 @@ def _check_gradients(joint: StepGraph, update: StepGraph) -> None:
     given = _keys(joint.inputs) | _keys(joint.outputs)
     missing = [item.target for item in update.inputs if item.kind in (Kind.GRAD, Kind.PARAM) and _key(item) not in given]
     if missing:
-        raise GraphError(f"the update reads {missing}, which the joint graph does not give: capture it for the gradients that the joint graph has")
+        raise GraphError(
+            f"the update reads {missing}, which the joint graph does not give: capture it for the gradients that the joint "
+            f"graph has"
+        )
 
 
 def _check_wiring(first: StepGraph, second: StepGraph) -> None:

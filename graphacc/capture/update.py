@@ -1,7 +1,8 @@
 """The optimizer's step, and gradient code before it, as a StepGraph.
 
 The optimizer's own ``step`` runs once on a stand-in whose parameters, gradients, state and learning rates are traced. The
-single-tensor path is taken; step counts are carried in float64 inside the graph, so bias corrections are those of Python's doubles.
+single-tensor path is taken; step counts are carried in float64 inside the graph, so bias corrections are those of Python's
+doubles.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +64,8 @@ def capture_update(
         dynamic: numbers of the parameter groups that are inputs besides the learning rates, see `hyperparameters`.
 
     Returns:
-        A graph with inputs PARAM, GRAD, STATE, HYPER and the extras (and KEY if `transform` draws random numbers), and outputs PARAM
-        and STATE. Without `transform` only parameters that both have a gradient and belong to the optimizer appear.
+        A graph with inputs PARAM, GRAD, STATE, HYPER and the extras (and KEY if `transform` draws random numbers), and outputs
+        PARAM and STATE. Without `transform` only parameters that both have a gradient and belong to the optimizer appear.
 
     Raises:
         CaptureError: the optimizer cannot be captured.
@@ -94,12 +95,16 @@ def _capture_gradient_code(
             result = transform(dict(zip(grads, tensors)), tensors[len(grads) : -1])
         missing = [member.name for member in found if member.name not in result]
         if missing:
-            raise CaptureError(f"the gradient code returned no gradient for {missing}: return one for every parameter that it got")
+            raise CaptureError(
+                f"the gradient code returned no gradient for {missing}: return one for every parameter that it got"
+            )
         user: Results = [(Kind.USER, target, tensor.detach()) for target, tensor in results().items()]
         return [(Kind.GRAD, member.name, result[member.name].to(member.parameter.dtype)) for member in found] + user
 
     source = SourceMode({}, Phase.UPDATE)
-    step = trace([*slots, KEY], program, source=source, what="the gradient code", constants="<const>.gradients", first_stream=FIRST_STREAM)
+    step = trace(
+        [*slots, KEY], program, source=source, what="the gradient code", constants="<const>.gradients", first_stream=FIRST_STREAM
+    )
     return _without_unused_key(step)
 
 
@@ -141,7 +146,9 @@ def _likeness(member: Member, state: dict[str, Tensor]) -> tuple:
 class _Update:
     """What is known before the optimizer is traced: its members, their state and the slots of all inputs."""
 
-    def __init__(self, optimizer: Optimizer, found: Sequence[Member], state: dict[str, dict[str, Tensor]], numbers: dict[str, float]):
+    def __init__(
+        self, optimizer: Optimizer, found: Sequence[Member], state: dict[str, dict[str, Tensor]], numbers: dict[str, float]
+    ):
         self.optimizer, self.members, self.numbers = optimizer, found, numbers
         self.state = {member.name: state[member.name] for member in found}
         self.lazy = lazy_keys(optimizer, found)
@@ -188,7 +195,8 @@ class _Update:
             after = {key: x for key, x in double.state[value].items() if x is not None}
             if set(after) != set(self.state[name]):
                 raise CaptureError(
-                    f"{type(self.optimizer).__name__} has state {sorted(self.state[name])} for {name!r} before a step and {sorted(after)} "
+                    f"{type(self.optimizer).__name__} has state {sorted(self.state[name])} for {name!r} before a step and "
+                    f"{sorted(after)} "
                     "after it: a captured step keeps the same state, so create all of it in the first step"
                 )
             for key in self.state[name]:
@@ -226,6 +234,7 @@ def _check_python_numbers(double: Optimizer, before: dict[str, object]) -> None:
     changed = [name for name in before if name not in after or after[name] != before[name]]
     if changed:
         raise CaptureError(
-            f"{type(double).__name__}.step() changes {', '.join(changed)}, which the captured step would hold at its present value: "
+            f"{type(double).__name__}.step() changes {', '.join(changed)}, which the captured step would hold at its present "
+            f"value: "
             "keep what changes in self.state[parameter]"
         )

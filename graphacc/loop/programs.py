@@ -33,10 +33,19 @@ class Compiled:
 class Programs:
     """The programs of one model on one mesh, and the state that they share."""
 
-    def __init__(self, strategy: Strategy, *, num_devices: int | None, batch_dims: Mapping[str, int | None], cache_dir: str | None):
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        num_devices: int,
+        batch_dims: Mapping[str, int | None],
+        cache_dir: str | None,
+        fast_compile: bool,
+    ):
         self.strategy = strategy
         self.batch_dims = dict(batch_dims)
         self.cache_dir = cache_dir
+        self.fast_compile = fast_compile
         self.mesh = make_mesh(strategy, select_devices(num_devices))
         self.state = TrainState(self.mesh)
         self.compiled: list[Compiled] = []
@@ -98,7 +107,7 @@ class Programs:
         captured = time.perf_counter()
         graph, _ = run_passes(graph, build_pipeline(graph, self.strategy, batch_dims=self._dims(kind, graph)))
         passed = time.perf_counter()
-        program = Program.build(graph, self.mesh, name=kind, cache_dir=self.cache_dir)
+        program = Program.build(graph, self.mesh, name=kind, cache_dir=self.cache_dir, fast_compile=self.fast_compile)
         return Compiled(
             kind=kind,
             reason=reason,

@@ -31,7 +31,9 @@ from graphacc.graph import Shard, StepGraph
 Coordinates = dict[str, int]  # axis -> a rank's place on it
 
 
-def run_reference(step: StepGraph, mesh: Mapping[str, int], inputs: Sequence[Tensor], *, timeout_seconds: float = 120.0) -> list[Tensor]:
+def run_reference(
+    step: StepGraph, mesh: Mapping[str, int], inputs: Sequence[Tensor], *, timeout_seconds: float = 120.0
+) -> list[Tensor]:
     """Run `step` once in ``prod(mesh.values())`` processes.
 
     Args:
@@ -129,7 +131,9 @@ def _write_program(step: StepGraph, mesh: Mapping[str, int]) -> _Program:
 
 
 def _write_instruction(node: torch.fx.Node, dead: tuple[str, ...]) -> _Instruction:
-    args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda x: _Ref(x.name) if isinstance(x, torch.fx.Node) else x)
+    args, kwargs = torch.fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda x: _Ref(x.name) if isinstance(x, torch.fx.Node) else x
+    )
     name = None if node.target is operator.getitem else f"{node.target._schema.name}.{node.target._overloadname}"
     return _Instruction(node.name, name, _plain(args), _plain(kwargs), dead)
 
@@ -172,7 +176,9 @@ def _run_processes(program: _Program, blocks: list[list[Tensor]], timeout_second
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in blocks]
         workers = [
-            context.Process(target=_work, args=(rank, len(blocks), f"file://{folder}/rendezvous", timeout_seconds, theirs), daemon=True)
+            context.Process(
+                target=_work, args=(rank, len(blocks), f"file://{folder}/rendezvous", timeout_seconds, theirs), daemon=True
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         try:
@@ -195,7 +201,10 @@ def _collect(pipes: list[Any], timeout_seconds: float) -> list[list[Tensor]]:
         left = (deadline - datetime.datetime.now()).total_seconds()
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(left, 0.0))
         if not ready:
-            raise GraphAccError(f"ranks {sorted(waiting.values())} gave no result within {timeout_seconds} s: raise timeout_seconds if they are only slow")
+            raise GraphAccError(
+                f"ranks {sorted(waiting.values())} gave no result within {timeout_seconds} s: raise timeout_seconds "
+                "if they are only slow"
+            )
         for pipe in ready:
             results[waiting[pipe]] = _receive(pipe, waiting[pipe])
     return [results[rank] for rank in range(len(pipes))]

@@ -34,6 +34,7 @@ class CutModel:
         self.graph = graph
         self.ancestors = _closure(graph.preds, range(graph.num_operators))
         self.descendants = _closure(graph.succs, reversed(range(graph.num_operators)))
+        self.required: list[tuple[int, int]] = []  # precedences besides those of the graph
         self._infinite = sum(graph.sizes) + 1
         self._tails, self._heads, self._sizes = self._arcs()
         self._num_nodes = 2 + graph.num_operators + len(graph.sizes)
@@ -56,7 +57,7 @@ class CutModel:
     def copy(self) -> "CutModel":
         """A model to which `require` can be applied alone."""
         twin = copy.copy(self)
-        twin.ancestors, twin.descendants = list(self.ancestors), list(self.descendants)
+        twin.ancestors, twin.descendants, twin.required = list(self.ancestors), list(self.descendants), list(self.required)
         return twin
 
     def require(self, u: int, v: int) -> bool:
@@ -68,6 +69,7 @@ class CutModel:
             self.ancestors[w] |= earlier
         for w in _members(earlier).tolist():
             self.descendants[w] |= later
+        self.required.append((u, v))
         self._tails = np.append(self._tails, v + 2)
         self._heads = np.append(self._heads, u + 2)
         self._sizes = np.append(self._sizes, self._infinite)

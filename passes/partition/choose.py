@@ -52,7 +52,9 @@ def _split_plan(call: Call, dims: Dims, label: Label, like: Split) -> Plan | Non
         return None
     required = [_place(operand.name, dims.labels(operand), label, like, dims, reduces) for operand in call.operands]
     results = tuple(_place_result(labels, label, like, dims) for labels in dims.results)
-    shapes = [operand.shape for operand in call.operands] + [() if value is None else tuple(value.shape) for value in call.results]
+    shapes = [operand.shape for operand in call.operands] + [
+        () if value is None else tuple(value.shape) for value in call.results
+    ]
     for shape, placement in zip(shapes, (*required, *results)):
         if shape and isinstance(placement, Split) and not divides(shape, placement, call.num_ranks):
             return None
@@ -88,11 +90,15 @@ def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
 
 def _common_partial(operands: list[Operand], any_op: bool) -> Partial | None:
     """The partial placement of all operands; zeros count as a partial sum, too."""
-    placements = {operand.placement for operand in operands if not (isinstance(operand.placement, Replicated) and is_zero(operand.node))}
+    placements = {
+        operand.placement for operand in operands if not (isinstance(operand.placement, Replicated) and is_zero(operand.node))
+    }
     if len(placements) != 1:
         return None
     (placement,) = placements
-    if not isinstance(placement, Partial) or (placement.op != "sum" and (not any_op or any(op.placement != placement for op in operands))):
+    if not isinstance(placement, Partial) or (
+        placement.op != "sum" and (not any_op or any(op.placement != placement for op in operands))
+    ):
         return None
     return placement
 
@@ -109,7 +115,9 @@ def _passes(call: Call, operand: Operand, result: torch.Tensor | None) -> bool:
     if isinstance(operand.placement, Partial) and result.numel() > growth * max(math.prod(operand.shape), 1):
         return False
     before, after = operand.dtype, result.dtype
-    return before == after or (before.is_floating_point and after.is_floating_point and torch.finfo(after).eps < torch.finfo(before).eps)
+    return before == after or (
+        before.is_floating_point and after.is_floating_point and torch.finfo(after).eps < torch.finfo(before).eps
+    )
 
 
 def _cost(call: Call, plan: Plan) -> int:

@@ -4,7 +4,14 @@ import torch
 import torch.fx
 
 aten = torch.ops.aten
-_SAME = (aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.clone.default, aten._to_copy.default)
+_SAME = (
+    aten.expand.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+)
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _FILL_VALUE = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0}
 

@@ -54,7 +54,11 @@ def _plan(call: Call, split: Split) -> Plan | None:
         return None if inner is None else Plan((inner,), split, {"size": call.local(shape, split)})
     found = find_rule(target)
     dims = found(call) if found is not None and call.operands else None
-    if isinstance(dims, Dims) and (dims.pads or target in _EXPANDS) and all(operand.placement == REPLICATED for operand in call.operands):
+    if (
+        isinstance(dims, Dims)
+        and (dims.pads or target in _EXPANDS)
+        and all(operand.placement == REPLICATED for operand in call.operands)
+    ):
         return plan_for_result(call, dims, split)
     return None
 

@@ -29,13 +29,24 @@ from graphacc.passes.partition.report import ForcedGather, PartitionReport, sour
 from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, find_rule, replicate
 
 aten = torch.ops.aten
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, torch.ops.graphacc.after.default, aten.alias.default, aten.detach.default)
+_CASTS = (
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.graphacc.after.default,
+    aten.alias.default,
+    aten.detach.default,
+)
 _FIXED = (Kind.HYPER, Kind.KEY, Kind.BATCH, Kind.BUFFER)
 Layout = Callable[[tuple[int, ...]], Split | None]  # the optimizer's layout for tensors of a shape
 
 
 def partition(
-    step: StepGraph, axis: str, num_ranks: int, inputs: Mapping[str, Placement], outputs: Mapping[tuple[Kind, str], Placement], layout: Layout
+    step: StepGraph,
+    axis: str,
+    num_ranks: int,
+    inputs: Mapping[str, Placement],
+    outputs: Mapping[tuple[Kind, str], Placement],
+    layout: Layout,
 ) -> tuple[StepGraph, PartitionReport]:
     """Make `step` the program of one rank along mesh axis `axis`.
 
@@ -60,7 +71,9 @@ class _Partitioner:
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], Any] = {}
         self.weights: set[torch.fx.Node] = set()
-        self.grads = {node: outputs[item.kind, item.target] for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD}
+        self.grads = {
+            node: outputs[item.kind, item.target] for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD
+        }
         self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
 
     def run(self) -> tuple[StepGraph, PartitionReport]:
@@ -90,7 +103,12 @@ class _Partitioner:
         for node, item in zip(self.step.results, self.step.outputs):
             placement = self._output_placement(node, item, replaced)
             self.build.node = node
-            if isinstance(home := self.home[node], Split) and placement == REPLICATED and home != placement and item.kind is Kind.USER:
+            if (
+                isinstance(home := self.home[node], Split)
+                and placement == REPLICATED
+                and home != placement
+                and item.kind is Kind.USER
+            ):
                 self._report_forced(node, "a result of the user's is split in blocks that a layout cannot name")
             results.append(self.value(node, placement))
             outputs.append(self._signature(item, placement))
@@ -166,7 +184,11 @@ class _Partitioner:
         return REPLICATED if isinstance(home, Partial) and (operand, REPLICATED) in self.copies else home
 
     def _in_update(self, operand: torch.fx.Node, home: Placement) -> Placement:
-        enters = self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD) if operand.op == "placeholder" else operand.meta["phase"] is not Phase.UPDATE
+        enters = (
+            self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD)
+            if operand.op == "placeholder"
+            else operand.meta["phase"] is not Phase.UPDATE
+        )
         if enters:
             layout = self.layout(tuple(operand.meta["val"].shape))
             if layout is not None:
@@ -181,7 +203,7 @@ class _Partitioner:
         target = call.node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise GraphError(
-                f"node {call.node.name!r} calls {target}, which draws from a generator of its own: every rank would draw the same, or "
+                f"node {call.node.name!r} calls {target}, which draws from a generator of its own: ranks would draw the same, or "
                 f"other numbers than one device does. Capture must turn it into graphacc::random_uniform or graphacc::random_bits"
             )
         found = find_rule(target)
@@ -207,13 +229,15 @@ class _Partitioner:
         args, kwargs = self._local_arguments(call, plan)
         if plan.emit is not None:
             return plan.emit(self.build, args, kwargs)
-        return self.build.call(call.node.target, *args, **kwargs)
+        return self.build.call(call.node.target, *args, **kwargs) if plan.sets else self.build.repeat(args, kwargs)
 
     def _local_arguments(self, call: Call, plan: Plan) -> tuple[tuple, dict]:
-        values = iter([
-            self.value(operand.node, operand.placement if required is None else required)
-            for operand, required in zip(call.operands, plan.operands)
-        ])
+        values = iter(
+            [
+                self.value(operand.node, operand.placement if required is None else required)
+                for operand, required in zip(call.operands, plan.operands)
+            ]
+        )
         node = call.node
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(values))
         if plan.sets:
@@ -243,7 +267,8 @@ class _Partitioner:
         got = new.meta["val"]
         if tuple(got.shape) != expected or got.dtype != node.meta["val"].dtype:
             raise GraphError(
-                f"partition along {self.axis}: node {node.name!r} ({node.target}) became {got.dtype}{list(got.shape)}, but as {placement} "
+                f"partition along {self.axis}: node {node.name!r} ({node.target}) became "
+                f"{got.dtype}{list(got.shape)}, but as {placement} "
                 f"of {node.meta['val'].dtype}{list(node.meta['val'].shape)} it must be {list(expected)}: its rule is wrong"
             )
         self.home[node] = placement
@@ -264,6 +289,9 @@ class _Partitioner:
                 return self._local_part(node, to) or build.shard(new, to)
             case Replicated(), Partial():
                 return new if to.op != "sum" or is_zero(node) else build.on_first_rank(new)
+            case Split(), Replicated() if node.target is aten.permute.default and build.node.meta["phase"] is Phase.UPDATE:
+                # Muon multiplies a matrix with its transpose: one gather serves both.
+                return build.call(aten.permute.default, self.value(node.args[0], REPLICATED), node.args[1])
             case Split(), Replicated():
                 return build.all_gather(new, source, shape)
             case Partial(), Replicated():
@@ -295,7 +323,9 @@ def _bound(node: torch.fx.Node) -> list[tuple[Any, Any]]:
     schema = node.target._schema.arguments
     given = list(zip(schema, node.args)) + [(by_name, node.kwargs[by_name.name]) for by_name in _by_name(schema, node.kwargs)]
     names = {argument.name for argument, _ in given}
-    return given + [(argument, argument.default_value) for argument in schema if argument.name not in names and argument.has_default_value()]
+    return given + [
+        (argument, argument.default_value) for argument in schema if argument.name not in names and argument.has_default_value()
+    ]
 
 
 def _by_name(schema: Any, kwargs: dict) -> list[Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphacc._compat.torch_ import fake_mode
 from graphacc.passes.partition.placement import Split, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective, PartitionReport
 
@@ -24,16 +24,32 @@ class Emitter:
         self.graph = torch.fx.Graph()
         self.node: torch.fx.Node = None  # of the unpartitioned graph; set by the driver before it emits
         self.report = PartitionReport(axis=axis, num_ranks=num_ranks)
-        self._mode = FakeTensorMode()
+        self._mode = fake_mode()
         self._index: torch.fx.Node | None = None
         self._offsets: dict[tuple[int, ...], torch.fx.Node] = {}
 
     def placeholder(self, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
         self.node = node
-        new = self.graph.placeholder(node.name)
-        with self._mode:
-            value = torch.empty(shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
-        return self._finish(new, value)
+        value = node.meta["val"]
+        if tuple(value.shape) != shape or not self._owns(value):
+            with self._mode:
+                value = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return self._finish(self.graph.placeholder(node.name), value)
+
+    def repeat(self, args: tuple, kwargs: dict) -> torch.fx.Node:
+        """The call of `node` with other arguments; if these have the very same values, so has the result."""
+        before: list[torch.fx.Node] = []
+        after: list[torch.fx.Node] = []
+        torch.fx.map_arg((self.node.args, self.node.kwargs), before.append)
+        torch.fx.map_arg((args, kwargs), after.append)
+        same = before and all(x.meta["val"] is y.meta["val"] for x, y in zip(after, before))
+        if not same or not self._owns(self.node.meta["val"]):
+            return self.call(self.node.target, *args, **kwargs)
+        new = self.graph.create_node("call_function", self.node.target, args, kwargs, name=self.node.name)
+        return self._finish(new, self.node.meta["val"])
+
+    def _owns(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and getattr(value, "fake_mode", None) is self._mode
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Append a call; its fake value is computed by running it on the fake values of its arguments."""
@@ -70,7 +86,9 @@ class Emitter:
 
     def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...]) -> torch.fx.Node:
         """The whole tensor, of global `shape`, out of every rank's part."""
-        gathered = self._collective("all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis)
+        gathered = self._collective(
+            "all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
+        )
         if split.dim or split.outer > 1:
             parts = _blocks(_shape(x), split)  # [before, outer, rest, after]
             gathered = self.call(aten.view.default, gathered, [self.num_ranks, *parts])
@@ -91,7 +109,9 @@ class Emitter:
             x = self.call(aten.view.default, self._contiguous(x), [before, outer, self.num_ranks, rest, after])
             x = self._contiguous(self.call(aten.permute.default, x, [2, 0, 1, 3, 4]))
             x = self.call(aten.view.default, x, [self.num_ranks * local[0], *local[1:]] if local else [self.num_ranks])
-        return self._collective("reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis)
+        return self._collective(
+            "reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
+        )
 
     # Parts of a replicated tensor
 

@@ -68,12 +68,17 @@ def _anchor(node: torch.fx.Node, roots: dict, order: dict[torch.fx.Node, int]) -
     read = [
         operand
         for operand in node.all_input_nodes
-        if operand not in roots and operand in order and operand.meta["phase"] is Phase.BACKWARD and isinstance(operand.meta["val"], torch.Tensor)
+        if operand not in roots
+        and operand in order
+        and operand.meta["phase"] is Phase.BACKWARD
+        and isinstance(operand.meta["val"], torch.Tensor)
     ]
     return max(read, key=order.__getitem__, default=None)
 
 
-def _copy(step: StepGraph, value: torch.fx.Node, roots: dict, anchor: torch.fx.Node, before: torch.fx.Node, copies: dict) -> torch.fx.Node:
+def _copy(
+    step: StepGraph, value: torch.fx.Node, roots: dict, anchor: torch.fx.Node, before: torch.fx.Node, copies: dict
+) -> torch.fx.Node:
     """`value` written again for backward, in front of its first reader `before`."""
     if value in copies:
         return copies[value]
@@ -83,7 +88,12 @@ def _copy(step: StepGraph, value: torch.fx.Node, roots: dict, anchor: torch.fx.N
         else:
             source = _copy(step, value.args[0], roots, anchor, before, copies)
             new = step.graph.call_function(value.target, (source, *value.args[1:]), dict(value.kwargs))
-    new.meta = {**value.meta, "phase": Phase.BACKWARD, "module_path": before.meta.get("module_path", ""), "stack_trace": before.meta.get("stack_trace", "")}
+    new.meta = {
+        **value.meta,
+        "phase": Phase.BACKWARD,
+        "module_path": before.meta.get("module_path", ""),
+        "stack_trace": before.meta.get("stack_trace", ""),
+    }
     copies[value] = new
     return new
 
@@ -93,7 +103,12 @@ def verify_backward_reads(step: StepGraph) -> None:
     roots = _chains(step)
     started = False
     for node in step.graph.nodes:
-        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or node in roots or node.target is torch.ops.graphacc.after.default:
+        if (
+            node.op != "call_function"
+            or node.meta["phase"] is not Phase.BACKWARD
+            or node in roots
+            or node.target is torch.ops.graphacc.after.default
+        ):
             continue
         read = [operand.name for operand in node.all_input_nodes if operand in roots]
         if read and started:

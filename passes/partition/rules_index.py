@@ -35,12 +35,20 @@ def _gather(call: Call) -> Dims:
         x, _, index = args
         size = x.meta["val"].shape[dim]
         index = build.call(aten.sub.Tensor, index, build.call(aten.mul.Scalar, build.axis_index(), size))
-        inside = build.call(aten.bitwise_and.Tensor, build.call(aten.ge.Scalar, index, 0), build.call(aten.lt.Scalar, index, size))
+        inside = build.call(
+            aten.bitwise_and.Tensor, build.call(aten.ge.Scalar, index, 0), build.call(aten.lt.Scalar, index, size)
+        )
         found = build.call(aten.gather.default, x, dim, build.call(aten.clamp.default, index, 0, size - 1))
         return build.call(aten.where.self, inside, found, build.call(aten.zeros_like.default, found))
 
     sums = call.results[0].dtype != torch.bool
-    return Dims({"self": along, "index": labels}, [labels], reduce={"along": "sum"} if sums else {}, linear=("self",), emit={"along": emit})
+    return Dims(
+        {"self": along, "index": labels},
+        [labels],
+        reduce={"along": "sum"} if sums else {},
+        linear=("self",),
+        emit={"along": emit},
+    )
 
 
 @rule("aten.scatter.value aten.scatter.src aten.scatter_add.default aten.scatter_reduce.two")

@@ -58,7 +58,9 @@ def _attention(call: Call, operands: dict[str, str], results: list[str]) -> Dims
     """Batch and heads may be split; heads only if every query head has a key/value head of its own."""
     heads = "h" if call.shape("q")[1] == call.shape("k")[1] else None
     labels: dict[str, Labels] = {name: ["b", heads, *[None] * (len(text) - 2)] for name, text in operands.items()}
-    masks = {name: ["b" if x == "b" else heads if x == "h" else None for x in _mask(call, name)] for name in ("mask", "dropout_mask")}
+    masks = {
+        name: ["b" if x == "b" else heads if x == "h" else None for x in _mask(call, name)] for name in ("mask", "dropout_mask")
+    }
     return Dims({**labels, **masks}, [["b", heads, *[None] * (len(text) - 2)] for text in results])
 
 

@@ -50,7 +50,8 @@ def _group_norm_backward(call: Call) -> Plan:
 
 # Operators that treat every sample and channel by itself, and the number of spatial dims of each.
 _SPATIAL = {
-    1: "aten.reflection_pad1d.default aten.reflection_pad1d_backward.default aten.replication_pad1d.default aten.replication_pad1d_backward.default",
+    1: "aten.reflection_pad1d.default aten.reflection_pad1d_backward.default aten.replication_pad1d.default "
+    "aten.replication_pad1d_backward.default",
     2: "aten.max_pool2d_with_indices.default aten.max_pool2d_with_indices_backward.default aten.avg_pool2d.default "
     "aten.avg_pool2d_backward.default aten._adaptive_avg_pool2d.default aten._adaptive_avg_pool2d_backward.default "
     "aten.adaptive_max_pool2d.default aten.adaptive_max_pool2d_backward.default aten.reflection_pad2d.default "
@@ -84,7 +85,10 @@ def _upsample_backward(call: Call) -> Dims:
     return Dims({"grad_output": labels}, [labels], size="input_size")
 
 
-@rule("aten.grid_sampler_2d.default aten.grid_sampler_2d_backward.default aten.im2col.default aten.pixel_shuffle.default aten.pixel_unshuffle.default")
+@rule(
+    "aten.grid_sampler_2d.default aten.grid_sampler_2d_backward.default aten.im2col.default "
+    "aten.pixel_shuffle.default aten.pixel_unshuffle.default"
+)
 def _samplewise(call: Call) -> Dims:
     results = [_leading(len(value.shape), 1) for value in call.results]
     return Dims({operand.name: _leading(len(operand.shape), 1) for operand in call.operands}, results)

@@ -4,7 +4,13 @@ from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
 
 # Operators that are linear in one argument alone, or in several taken together.
-_LINEAR = {"mul.Tensor": ("self", "other"), "mul.Scalar": ("self",), "div.Tensor": ("self",), "div.Scalar": ("self",), "neg.default": ("self",)}
+_LINEAR = {
+    "mul.Tensor": ("self", "other"),
+    "mul.Scalar": ("self",),
+    "div.Tensor": ("self",),
+    "div.Scalar": ("self",),
+    "neg.default": ("self",),
+}
 _JOINT = {"add.Tensor": ("self", "other"), "sub.Tensor": ("self", "other"), "where.self": ("self", "other")}
 _COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default")
 

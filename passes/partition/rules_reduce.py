@@ -139,7 +139,10 @@ def _along(call: Call, whole: list[int], *, keepdim: bool = True, name: str = "s
     return Dims({operand.name: labels for operand in call.operands}, [result] * len(call.results))
 
 
-@rule("aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.logsumexp.default aten.median.dim aten.mode.default")
+@rule(
+    "aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim "
+    "aten.logsumexp.default aten.median.dim aten.mode.default"
+)
 def _reduced_whole(call: Call) -> Dims:
     """Reductions that take the whole dim: the others may be split."""
     gone, keepdim = _reduced(call)

@@ -58,7 +58,9 @@ def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mappin
     inputs = {item.name: split for item in step.inputs if (split := place(item)) is not None}
     inputs.update(_batch_splits(step, batch_dims))
     outputs = {(item.kind, item.target): place(item) or REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
-    return Layouts(inputs=inputs, outputs=outputs, state=lambda shape: state_split(shape, num_ranks) if stage and shape in trained else None)
+    return Layouts(
+        inputs=inputs, outputs=outputs, state=lambda shape: state_split(shape, num_ranks) if stage and shape in trained else None
+    )
 
 
 def _batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:

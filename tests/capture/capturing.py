@@ -83,7 +83,9 @@ class Session:
 
     def run(self, kwargs: dict) -> Tensor:
         """One training step; returns the loss."""
-        numbers = {(Kind.HYPER, name): torch.tensor(x, dtype=torch.float64) for name, x in hyperparameters(self.optimizer).items()}
+        numbers = {
+            (Kind.HYPER, name): torch.tensor(x, dtype=torch.float64) for name, x in hyperparameters(self.optimizer).items()
+        }
         results = run(self.step, self.values | numbers | batch_values(kwargs) | key(self.counter))
         self.counter += 1
         self.values |= {entry: value for entry, value in results.items() if entry in self.values}

@@ -108,7 +108,10 @@ def test_model_is_untouched_after_an_error(model):
         (lambda m, leaves: (None, []), "the loss is None, not a tensor"),
         (lambda m, leaves: (leaves[0] @ m.weight, []), r"the loss has shape \[8, 4\], but only a scalar"),
         (lambda m, leaves: (leaves[0].sum(), []), "does not depend on any parameter that requires a gradient"),
-        (lambda m, leaves: ((leaves[0] @ m.weight).sum().detach(), []), "does not depend on any parameter that requires a gradient"),
+        (
+            lambda m, leaves: ((leaves[0] @ m.weight).sum().detach(), []),
+            "does not depend on any parameter that requires a gradient",
+        ),
     ],
 )
 def test_losses_that_cannot_be_differentiated(forward, message):

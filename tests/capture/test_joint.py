@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
-from capturing import batch_values, joint_of, key, loss_of, batch_of, model_values, operators, run
+from capturing import batch_of, batch_values, joint_of, key, loss_of, model_values, operators, run
 from tolerances import LOSS, assert_close, relative_error
 
 from graphacc.capture import capture_forward
@@ -73,10 +73,21 @@ def assert_form(name, step):
 
 
 UNWANTED = {
-    "aten.addmm.default", "aten.t.default", "aten.transpose.int", "aten._unsafe_view.default", "aten.split.Tensor", "aten.detach.default",
-    "aten.alias.default", "aten.var_mean.correction", "aten.native_layer_norm.default", "aten._softmax.default",
-    "aten._log_softmax.default", "aten.nll_loss_forward.default", "aten.native_dropout.default", "aten.lift_fresh_copy.default",
-}  # fmt: skip
+    "aten.addmm.default",
+    "aten.t.default",
+    "aten.transpose.int",
+    "aten._unsafe_view.default",
+    "aten.split.Tensor",
+    "aten.detach.default",
+    "aten.alias.default",
+    "aten.var_mean.correction",
+    "aten.native_layer_norm.default",
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    "aten.nll_loss_forward.default",
+    "aten.native_dropout.default",
+    "aten.lift_fresh_copy.default",
+}
 
 
 def test_every_node_names_the_users_line():

@@ -100,7 +100,10 @@ def test_buffers_carry_over_steps():
 
 def test_constants_become_inputs_or_fills():
     table = torch.arange(4.0)
-    model = Applied(lambda self, x: ((x @ self.weight + self.table) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor(3.0)).sum(), table=table)
+    model = Applied(
+        lambda self, x: ((x @ self.weight + self.table) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor(3.0)).sum(),
+        table=table,
+    )
     step, _ = check(model, {"x": X})
     assert list(step.constants) == ["<const>.0", "<const>.1"]
     assert {tuple(value.tolist()) for value in step.constants.values()} == {(0, 1, 2, 3), (1, 2, 3, 4)}
@@ -161,7 +164,9 @@ def test_changing_number_is_warned_of():
 
 def test_unregistered_parameter_is_refused():
     with pytest.raises(CaptureError, match="no registered parameter"):
-        joint_of(Applied(lambda self, x: (x @ self.weight + self.hidden[0]).sum(), hidden=[nn.Parameter(torch.ones(4))]), {"x": X})
+        joint_of(
+            Applied(lambda self, x: (x @ self.weight + self.hidden[0]).sum(), hidden=[nn.Parameter(torch.ones(4))]), {"x": X}
+        )
 
 
 def test_gradient_hooks_run():
@@ -194,7 +199,10 @@ def test_sparse_embedding_gets_a_dense_gradient():
     "net, shape",
     [
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.AvgPool2d(2)), (2, 3, 8, 8)),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2)), (2, 3, 8, 8)),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2)),
+            (2, 3, 8, 8),
+        ),
         (nn.Sequential(nn.Conv1d(3, 4, 3), nn.SiLU(), nn.ConvTranspose1d(4, 3, 2)), (2, 3, 8)),
         (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Softmax(-1), nn.LogSoftmax(0)), (8, 4)),
         (nn.Sequential(nn.LayerNorm(4), nn.GELU(), nn.RMSNorm(4), nn.Softplus(), nn.PReLU(), nn.Hardswish()), (8, 4)),
@@ -204,16 +212,22 @@ def test_sparse_embedding_gets_a_dense_gradient():
 )
 def test_layers(net, shape):
     x = torch.randn(shape)
-    step, _ = check(Applied(lambda self, x: (self.net(x) * torch.linspace(0, 1, x.shape[-1])[:1]).square().mean(), net=net), {"x": x})
+    step, _ = check(
+        Applied(lambda self, x: (self.net(x) * torch.linspace(0, 1, x.shape[-1])[:1]).square().mean(), net=net), {"x": x}
+    )
     assert not {op for op in operators(step) if op.startswith("prims.") or "as_strided" in op}
 
 
 @pytest.mark.parametrize("loss", ["plain", "smoothed", "weighted", "summed", "none", "images"])
 def test_cross_entropies(loss):
     options = {
-        "plain": dict(ignore_index=2), "smoothed": dict(label_smoothing=0.1), "weighted": dict(weight=torch.tensor([1.0, 2, 3, 4])),
-        "summed": dict(reduction="sum"), "none": dict(reduction="none"), "images": dict(),
-    }[loss]  # fmt: skip
+        "plain": dict(ignore_index=2),
+        "smoothed": dict(label_smoothing=0.1),
+        "weighted": dict(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        "summed": dict(reduction="sum"),
+        "none": dict(reduction="none"),
+        "images": dict(),
+    }[loss]
     shape = (8, 4) if loss != "images" else (2, 4, 2, 2)
     target = torch.arange(8) % 4 if loss != "images" else (torch.arange(8) % 4).reshape(2, 2, 2)
 

@@ -102,7 +102,9 @@ OPTIMIZERS = {
     "Rprop": lambda p: optim.Rprop(p, lr=0.01),
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.01, weight_decay=0.1),
     "Muon": lambda p: optim.Muon([x for x in p if x.dim() == 2], lr=0.01),
-    "groups": lambda p: optim.AdamW([dict(params=p[:2]), dict(params=p[2:], lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)], lr=0.01),
+    "groups": lambda p: optim.AdamW(
+        [dict(params=p[:2]), dict(params=p[2:], lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)], lr=0.01
+    ),
     "Lion": Lion,
     "FirstGradient": FirstGradient,
     "Opaque": Opaque,
@@ -148,7 +150,7 @@ def eager_step(model, optimizer, grads):
 def assert_same(trainer, model, optimizer, tolerance=PARAMETERS_AFTER_STEPS):
     for name, p in model.named_parameters():
         assert relative_error(trainer.values[Kind.PARAM, name], p) < tolerance, name
-        for key, value in (optimizer.state[p].items() if name in NAMES else ()):
+        for key, value in optimizer.state[p].items() if name in NAMES else ():
             got = trainer.values[Kind.STATE, f"{name}/{key}"]
             if isinstance(value, torch.Tensor):
                 assert (got.dtype, got.shape) == (value.dtype, value.shape), key
@@ -253,7 +255,10 @@ def test_gradient_code_with_extras():
 def test_random_gradient_code_takes_the_key():
     model = Toy()
     noisy = capture_update(
-        model, optim.SGD(model.parameters()), NAMES, transform=lambda grads, _: {n: g + torch.randn_like(g) for n, g in grads.items()}
+        model,
+        optim.SGD(model.parameters()),
+        NAMES,
+        transform=lambda grads, _: {n: g + torch.randn_like(g) for n, g in grads.items()},
     )
     assert [item.kind for item in noisy.inputs].count(Kind.KEY) == 1
 
@@ -287,7 +292,10 @@ def counting(parameters):
         (optim.SparseAdam, "SparseAdam works on sparse gradients"),
         (counting, "changes param_groups\\[0\\]\\['count'\\]"),
         (Branching, r"(?s)test_optimizers.py.*if p.grad is not None and p.grad.norm\(\) > 1"),
-        (lambda p: optim.SGD([*p, nn.Parameter(torch.ones(2))]), "parameter 5 of group 0 of SGD, of shape \\[2\\], is no parameter of Toy"),
+        (
+            lambda p: optim.SGD([*p, nn.Parameter(torch.ones(2))]),
+            "parameter 5 of group 0 of SGD, of shape \\[2\\], is no parameter of Toy",
+        ),
     ],
 )
 def test_optimizers_that_cannot_be_captured(make, message):

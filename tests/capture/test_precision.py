@@ -11,7 +11,12 @@ from torch import nn
 
 from graphacc.graph import Kind
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default, torch.ops.graphacc.sdpa.default}
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.graphacc.sdpa.default,
+}
 
 
 def total_error(grads, exact):
@@ -31,7 +36,9 @@ def test_bf16_is_as_close_to_fp32_as_torchs_own(name):
     reference, narrow_eager = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
     loss = reference(**kwargs).loss
     loss.backward()
-    narrow_eager(**{k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kwargs.items()}).loss.backward()
+    narrow_eager(
+        **{k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kwargs.items()}
+    ).loss.backward()
     got = run(step, model_values(model, step) | batch_values(kwargs) | key())
     assert got[Kind.LOSS, "loss"].dtype is torch.float32
     assert relative_error(got[Kind.LOSS, "loss"], loss) < 1e-2

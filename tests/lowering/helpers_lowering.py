@@ -1,5 +1,7 @@
 """Trace a function to a StepGraph, lower it, and run it beside eager torch."""
 
+import contextlib
+
 import jax
 import numpy as np
 import torch
@@ -15,15 +17,19 @@ from graphacc.lowering.dtypes import from_torch, to_torch
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
-def step_graph(function, *tensors) -> StepGraph:
-    """The ATen graph of ``function(*tensors)`` without decompositions; its tensor results are the outputs."""
+def step_graph(function, *tensors, inside_mode=False) -> StepGraph:
+    """The ATen graph of ``function(*tensors)`` without decompositions; its tensor results are the outputs.
+
+    `inside_mode` traces operators without tensor arguments as fake ones too.
+    """
     mode = fake_mode()
     fakes = [mode.from_tensor(x.detach()) for x in tensors]
 
     def flat(*args):
         return tuple(x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor))
 
-    module = trace_functional(flat, fakes, {})
+    with mode if inside_mode else contextlib.nullcontext():
+        module = trace_functional(flat, fakes, {})
     for node in module.graph.nodes:
         node.meta["phase"] = Phase.FORWARD
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

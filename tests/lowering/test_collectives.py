@@ -22,7 +22,7 @@ SUM_GROUPS = {"dp": [[0, 4], [1, 5], [2, 6], [3, 7]], "fsdp": [[0, 1, 2, 3], [4,
 
 def _run(function, x, *, check_vma=False):
     """`function` on every device's row, on a mesh dp=2 × fsdp=4; the rows of results stacked in device order."""
-    step = step_graph(function, x[0])
+    step = step_graph(function, x[0], inside_mode=True)
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with x64():
         lowered = graphacc.lowering.lower(step)

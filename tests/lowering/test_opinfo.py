@@ -19,8 +19,8 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
 
 SAMPLES = 3
-FLOOR_OP_DB = 0.80
-FLOOR_CORE = 0.90
+FLOOR_OP_DB = 0.85
+FLOOR_CORE = 0.92
 LOW_PRECISION = "add sub mul div exp log tanh sigmoid nn.functional.gelu softmax sum mean cumsum matmul addmm where clamp scatter_add index_put sort".split()
 
 # Which of its results are determined; None: only shapes and dtypes are compared.
@@ -35,8 +35,8 @@ UNDETERMINED = {
     "chalf": ("raises", "jax has no complex32"),
 }
 UNTRACEABLE = (*data_dependent_errors(), *dynamic_shape_errors())
-# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts.
-UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse")
+# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts, effects (checks of linalg, torch 2.13).
+UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse", "token for effect")
 
 
 def _functions(op, dtype, limit):

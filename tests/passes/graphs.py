@@ -6,7 +6,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 
 
-def trace(function, inputs: list[tuple[Kind, str, torch.Tensor]], outputs: list[tuple[Kind, str]], phase=Phase.FORWARD, trainable=True) -> StepGraph:
+def trace(
+    function, inputs: list[tuple[Kind, str, torch.Tensor]], outputs: list[tuple[Kind, str]], phase=Phase.FORWARD, trainable=True
+) -> StepGraph:
     """`function` of the input tensors as a graph whose nodes all belong to `phase`."""
     tensors = [x for _, _, x in inputs]
     module = make_fx(function, tracing_mode="fake")(*tensors)
@@ -18,11 +20,16 @@ def trace(function, inputs: list[tuple[Kind, str, torch.Tensor]], outputs: list[
         node.meta = {"val": node.meta.get("val"), "phase": phase, "module_path": "", "stack_trace": ""}
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     signature = tuple(
-        Input(name=name, kind=kind, target=target, shape=tuple(x.shape), dtype=x.dtype, trainable=kind is Kind.PARAM and trainable)
+        Input(
+            name=name, kind=kind, target=target, shape=tuple(x.shape), dtype=x.dtype, trainable=kind is Kind.PARAM and trainable
+        )
         for name, (kind, target, x) in zip(names, inputs)
     )
     values = [node.meta["val"] for node in module.graph.output_node().args[0]]
-    results = tuple(Output(kind=kind, target=target, shape=tuple(x.shape), dtype=x.dtype) for (kind, target), x in zip(outputs, values, strict=True))
+    results = tuple(
+        Output(kind=kind, target=target, shape=tuple(x.shape), dtype=x.dtype)
+        for (kind, target), x in zip(outputs, values, strict=True)
+    )
     step = StepGraph(module, signature, results)
     step.verify()
     return step

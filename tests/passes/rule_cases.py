@@ -35,7 +35,10 @@ def _call(name, *args, **kwargs):
 
     def function(*tensors):
         left = iter(tensors)
-        filled = [next(left) if arg is ... else [next(left) for _ in arg] if arg and isinstance(arg, list) and arg[0] is ... else arg for arg in args]
+        filled = [
+            next(left) if arg is ... else [next(left) for _ in arg] if arg and isinstance(arg, list) and arg[0] is ... else arg
+            for arg in args
+        ]
         result = target(*filled, **kwargs)
         return [x for x in result if x is not None] if isinstance(result, (tuple, list)) else [result]
 
@@ -116,14 +119,24 @@ def _move():
     yield _case("aten.stack.default", [X, X], [..., ...], 1)
     yield _case("aten.repeat.default", [X], ..., [2, 3, 1, 2])
     for name, args in (("zeros", ()), ("ones", ()), ("full", (7.0,)), ("empty", ())):
-        yield f"aten.new_{name}.default", lambda x, f=getattr(aten, f"new_{name}").default, a=args: [torch.where(x == x, x, f(x, [4, 8, 4], *a))], [X]
+        yield (
+            f"aten.new_{name}.default",
+            lambda x, f=getattr(aten, f"new_{name}").default, a=args: [torch.where(x == x, x, f(x, [4, 8, 4], *a))],
+            [X],
+        )
     yield "aten.as_strided.default", lambda x: [aten.as_strided(x.clone(), [4, 4], [8, 1])], [X]
     yield "aten.as_strided_scatter.default", lambda x, y: [aten.as_strided_scatter(x.clone(), y, [4, 4], [8, 1])], [X, (4, 4)]
     yield "graphacc.shard.default", lambda x, y: [x.new_ones(8, 4) * y, (x.sum((0, 1)) + 1).expand(4, 8, 4) * x], [X, (8, 4)]
 
 
 def _reduce():
-    for name, args in (("sum.default", ()), ("mean.default", ()), ("max.default", ()), ("min.default", ()), ("linalg_vector_norm.default", ())):
+    for name, args in (
+        ("sum.default", ()),
+        ("mean.default", ()),
+        ("max.default", ()),
+        ("min.default", ()),
+        ("linalg_vector_norm.default", ()),
+    ):
         yield _case(f"aten.{name}", [X], ..., *args)
     yield _case("aten.sum.dim_IntList", [X], ..., [0, -1], True)
     yield _case("aten.sum.dim_IntList", [ints(X, 9)], ..., [1])
@@ -177,8 +190,12 @@ def _matmul():
     yield _case("aten.convolution.default", [P, (8, 4, 3, 3), (8,)], ..., ..., ..., *shape)
     yield _case("aten.convolution.default", [P, (8, 4, 3, 3)], ..., ..., None, *shape)
     backward = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    yield _case("aten.convolution_backward.default", [(4, 8, 8, 8), P, (8, 4, 3, 3)], ..., ..., ..., *backward, [True, True, True])
-    yield _case("aten.convolution_backward.default", [(4, 8, 8, 8), P, (8, 4, 3, 3)], ..., ..., ..., *backward, [False, True, False])
+    yield _case(
+        "aten.convolution_backward.default", [(4, 8, 8, 8), P, (8, 4, 3, 3)], ..., ..., ..., *backward, [True, True, True]
+    )
+    yield _case(
+        "aten.convolution_backward.default", [(4, 8, 8, 8), P, (8, 4, 3, 3)], ..., ..., ..., *backward, [False, True, False]
+    )
 
 
 def _index():
@@ -214,9 +231,13 @@ def _index():
 def _nn():
     yield _case("aten.native_layer_norm.default", [X, (4,), (4,)], ..., [4], ..., ..., 1e-5)
     stats = (4, 8, 1)
-    yield _case("aten.native_layer_norm_backward.default", [X, X, stats, stats, (4,), (4,)], ..., ..., [4], ..., ..., ..., ..., [True] * 3)
+    yield _case(
+        "aten.native_layer_norm_backward.default", [X, X, stats, stats, (4,), (4,)], ..., ..., [4], ..., ..., ..., ..., [True] * 3
+    )
     yield _case("aten.native_group_norm.default", [P, (4,), (4,)], ..., ..., ..., 4, 4, 64, 2, 1e-5)
-    yield _case("aten.native_group_norm_backward.default", [P, P, (4, 2), (4, 2), (4,)], ..., ..., ..., ..., ..., 4, 4, 64, 2, [True] * 3)
+    yield _case(
+        "aten.native_group_norm_backward.default", [P, P, (4, 2), (4, 2), (4,)], ..., ..., ..., ..., ..., 4, 4, 64, 2, [True] * 3
+    )
     line, cube = (4, 4, 8), (4, 4, 8, 4, 4)
     for mode in ("reflection", "replication"):
         yield _case(f"aten.{mode}_pad1d.default", [line], ..., [1, 2])
@@ -234,7 +255,9 @@ def _nn():
     yield _case("aten.adaptive_max_pool2d_backward.default", [half, P, ints(half, 64)], ..., ..., ...)
     small, pool3 = (4, 4, 4, 2, 2), ([2] * 3, [2] * 3, [0] * 3)
     yield _case("aten.max_pool3d_with_indices.default", [cube], ..., [2, 2, 2])
-    yield _case("aten.max_pool3d_with_indices_backward.default", [small, cube, ints(small, 128)], ..., ..., *pool3, [1] * 3, False, ...)
+    yield _case(
+        "aten.max_pool3d_with_indices_backward.default", [small, cube, ints(small, 128)], ..., ..., *pool3, [1] * 3, False, ...
+    )
     yield _case("aten.avg_pool3d.default", [cube], ..., [2, 2, 2])
     yield _case("aten.avg_pool3d_backward.default", [small, cube], ..., ..., *pool3, False, True, None)
     yield _case("aten._adaptive_avg_pool3d.default", [cube], ..., [2, 2, 2])

@@ -43,14 +43,20 @@ def _run(node, env, places):
     for rank, result in enumerate(_results(node.target, arguments, places)):
         expected = node.meta["val"]
         if isinstance(expected, torch.Tensor):
-            assert tuple(result.shape) == tuple(expected.shape) and result.dtype == expected.dtype, f"{node.format_node()}: {result.shape} {result.dtype}"
+            assert tuple(result.shape) == tuple(expected.shape) and result.dtype == expected.dtype, (
+                f"{node.format_node()}: {result.shape} {result.dtype}"
+            )
         env[rank][node] = result
 
 
 def _results(target, arguments, places):
     if target is collective.wait_tensor.default:
         return [args[0] for args, _ in arguments]
-    if target in (collective.all_reduce.default, collective.all_gather_into_tensor.default, collective.reduce_scatter_tensor.default):
+    if target in (
+        collective.all_reduce.default,
+        collective.all_gather_into_tensor.default,
+        collective.reduce_scatter_tensor.default,
+    ):
         return [_collective(target, arguments, places, rank) for rank in range(len(places))]
     if target is mesh_ops.axis_index.default:
         return [torch.tensor(at[args[1]]) for (args, _), at in zip(arguments, places)]

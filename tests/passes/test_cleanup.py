@@ -14,7 +14,11 @@ PASSES = [DEAD_CODE, COMMON_SUBEXPRESSIONS]
 
 
 def _cleaned(function, *tensors):
-    step = trace(function, [(Kind.BATCH, str(i), x) for i, x in enumerate(tensors)], [(Kind.USER, str(i)) for i in range(len(function(*tensors)))])
+    step = trace(
+        function,
+        [(Kind.BATCH, str(i), x) for i, x in enumerate(tensors)],
+        [(Kind.USER, str(i)) for i in range(len(function(*tensors)))],
+    )
     expected = run_global(step, list(tensors))
     step, reports = run_passes(step, PASSES)
     for x, y in zip(run_global(step, list(tensors)), expected):
@@ -59,7 +63,11 @@ def test_random_streams_are_kept_apart():
 
 
 def test_hidden_generators_are_left_alone():
-    step = trace(lambda x: (torch.rand_like(x), torch.rand_like(x)), [(Kind.BATCH, "x", torch.ones(3))], [(Kind.USER, "0"), (Kind.USER, "1")])
+    step = trace(
+        lambda x: (torch.rand_like(x), torch.rand_like(x)),
+        [(Kind.BATCH, "x", torch.ones(3))],
+        [(Kind.USER, "0"), (Kind.USER, "1")],
+    )
     step, _ = run_passes(step, PASSES)
     assert _count(step, aten.rand_like.default) == 2
 

@@ -33,10 +33,14 @@ def test_training_step_in_processes(name, strategy):
     expected = run_global(case.step, inputs)
     step, _ = partitioned(case.step, strategy)
     for x, y, item in zip(run_reference(step, Strategy.parse(strategy).mesh, inputs), expected, step.outputs, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=2e-6, msg=lambda text, item=item: f"{item.kind.value} {item.target}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=1e-3, atol=2e-6, msg=lambda text, item=item: f"{item.kind.value} {item.target}: {text}"
+        )
 
 
 def test_a_failing_process_shows_its_traceback():
-    step = trace(lambda x, i: (x[i],), [(Kind.BATCH, "x", torch.randn(4)), (Kind.BATCH, "i", torch.tensor([0, 1]))], [(Kind.USER, "0")])
+    step = trace(
+        lambda x, i: (x[i],), [(Kind.BATCH, "x", torch.randn(4)), (Kind.BATCH, "i", torch.tensor([0, 1]))], [(Kind.USER, "0")]
+    )
     with pytest.raises(GraphAccError, match=r"(?s)process of rank 0 failed:.*index 9 is out of bounds"):
         run_reference(step, {"dp": 1}, [torch.randn(4), torch.tensor([0, 9])])

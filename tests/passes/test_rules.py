@@ -1,7 +1,7 @@
 """Every partition rule against the unpartitioned operator, with placements drawn by a seeded sampler.
 
-An operand is drawn as whole, split along some dim, split with an outer part, a partial sum or a partial maximum; the last three by
-operators in front of the one under test. Two axes of two ranks each are partitioned one after the other, so that rules also
+An operand is drawn as whole, split along some dim, split with an outer part, a partial sum or a partial maximum; the last three
+by operators in front of the one under test. Two axes of two ranks each are partitioned one after the other, so that rules also
 see the collectives of another axis.
 """
 
@@ -68,7 +68,9 @@ def _run_sample(function, tensors, seed: int) -> tuple[set, list]:
 
     bases = [sample.base for sample in samples]
     expected = whole(*bases)
-    step = trace(whole, [(Kind.BATCH, str(i), x) for i, x in enumerate(bases)], [(Kind.USER, str(i)) for i in range(len(expected))])
+    step = trace(
+        whole, [(Kind.BATCH, str(i), x) for i, x in enumerate(bases)], [(Kind.USER, str(i)) for i in range(len(expected))]
+    )
     expected, met = run_global(step, bases), set()
     for axis in ("a", "b"):
         placements = {item.name: sample.placements(axis) for item, sample in zip(step.inputs, samples)}
@@ -92,7 +94,9 @@ def test_rule_equals_operator(case):
 
 
 def test_every_rule_has_a_case():
-    shared = {operator(f"_c10d_functional.{name}.default") for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")}
+    shared = {
+        operator(f"_c10d_functional.{name}.default") for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    }
     tested = {operator(name) for name, _, _ in CASES} | shared
     missing = [str(target) for target in RULES if target not in tested]
     assert not missing, f"rules without a case: {missing}"

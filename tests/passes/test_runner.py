@@ -44,8 +44,14 @@ def _own_rule(step):
     ("broken", "message"),
     [
         (Pass(name="drop-phase", exact=True, run=_drop_phase), "pass 'drop-phase' broke the graph: node 'add' .* has no phase"),
-        (Pass(name="reorder", exact=True, run=_use_before_definition), "pass 'reorder' broke the graph: .*before it has been defined"),
-        (Pass(name="rule", exact=True, run=lambda step, log: step, verify=_own_rule), "pass 'rule' broke the graph: there is no such node"),
+        (
+            Pass(name="reorder", exact=True, run=_use_before_definition),
+            "pass 'reorder' broke the graph: .*before it has been defined",
+        ),
+        (
+            Pass(name="rule", exact=True, run=lambda step, log: step, verify=_own_rule),
+            "pass 'rule' broke the graph: there is no such node",
+        ),
     ],
 )
 def test_error_names_the_pass_that_broke_the_graph(broken, message):

@@ -45,7 +45,9 @@ def build(model: nn.Module, batch: dict, make_optimizer: Callable = zoo.adamw, t
         for key, x in entries.items():
             filled = torch.rand(x.shape, generator=generator).to(x) * 1e-2 if x.dim() else torch.ones_like(x)
             values[Kind.STATE, f"{name}/{key}"] = filled
-    values.update({(Kind.HYPER, name): torch.tensor(value, dtype=torch.float64) for name, value in hyperparameters(optimizer).items()})
+    values.update(
+        {(Kind.HYPER, name): torch.tensor(value, dtype=torch.float64) for name, value in hyperparameters(optimizer).items()}
+    )
     values.update({(Kind.GRAD, name): torch.randn(model.get_parameter(name).shape, generator=generator) for name in grads})
     return Case(joint, update, values)
 
@@ -86,7 +88,9 @@ def partitioned(step: StepGraph, strategy: str) -> tuple[StepGraph, list[Partiti
     return result, [report.details for report in reports if report.details is not None]
 
 
-def check(step: StepGraph, strategy: str, inputs: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> list[PartitionReport]:
+def check(
+    step: StepGraph, strategy: str, inputs: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5
+) -> list[PartitionReport]:
     """Partition, simulate and compare every output; an error is relative to the largest value; errors below 1e-6 pass."""
     result, reports = partitioned(step, strategy)
     got = simulate(result, Strategy.parse(strategy).mesh, inputs)

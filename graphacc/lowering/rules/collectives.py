@@ -137,4 +137,22 @@ def _shard(ctx, x, dim, outer, size, axis):
 
 @register("graphacc.after.default")
 def _after(ctx, x, dependency):
-    return lax.optimization_barrier((x, dependency))[0]
+    """`x` with an integer zero xor-ed into its bits that XLA cannot know to be zero, computed from one element of `dependency`.
+
+    An optimization barrier would not do: XLA drops barriers before its last common-subexpression elimination, and then
+    merges, say, a gather for the backward with the one for the forward. n * (n + 1) is even for every n, also where it
+    overflows. The bits of `x` stay as they are.
+    """
+    word = _bits(dependency.reshape(-1)[:1])[0]
+    zero = word * (word + 1) & 1
+    if x.dtype == jnp.bool_:
+        return x ^ (zero != 0)
+    bits = _bits(x)
+    return lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), x.dtype)
+
+
+def _bits(x):
+    """The bits of `x` as unsigned integers of its width."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize])

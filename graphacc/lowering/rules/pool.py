@@ -201,6 +201,7 @@ _register(
         "max_pool3d_with_indices": (_max_pool, 3),
         "max_pool2d_with_indices_backward": (_max_pool_backward, 2),
         "max_pool3d_with_indices_backward": (_max_pool_backward, 3),
+        "adaptive_avg_pool1d": (_adaptive_avg_pool, 1),
         "avg_pool1d": (_avg_pool, 1),
         "avg_pool2d": (_avg_pool, 2),
         "avg_pool3d": (_avg_pool, 3),

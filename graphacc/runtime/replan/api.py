@@ -87,7 +87,7 @@ def replan(
         planned = _plan(serialized or compat.serialize(compiled), seconds, solvers or _core_solvers(threads), cache)
         if planned.serialized is None:
             return dataclasses.replace(kept("no lower plan was found", log=False), lower_bound=planned.lower_bound)
-        executable = compat.load_executable(planned.serialized, compiled)
+        executable = _load(planned, compiled)
     except (NotUnderstood, VerificationError) as error:
         return kept(str(error), log=True)
     except Exception as error:  # a mistake of ours, or jaxlib refuses to load: training goes on with XLA's plan
@@ -174,6 +174,15 @@ def _plan(serialized: bytes, seconds: float, solvers: Solvers, cache: PlanCache 
         if cache:
             cache.store(serialized, options, found)
     return found
+
+
+def _load(planned: PlannedBytes, compiled: jax.stages.Compiled):
+    """Load the planned executable; XLA must see the arena that was planned."""
+    executable = compat.load_executable(planned.serialized, compiled)
+    reported = executable.get_compiled_memory_stats().temp_size_in_bytes
+    if reported != planned.temporary_after:
+        raise NotUnderstood(f"XLA reports {reported} bytes of temporaries for a plan of {planned.temporary_after}")
+    return executable
 
 
 def _core_solvers(threads: int) -> Solvers:

@@ -6,6 +6,7 @@ operator, whose workspace is what its nested sequences need beyond the buffers t
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
@@ -15,6 +16,7 @@ from graphacc.runtime.replan.model import Control, Executable, Sequence, Thunk
 from graphacc.runtime.replan.precedence import Predecessors, find_predecessors, is_legal
 from graphacc.runtime.replan.values import Value, Values
 
+BOUND_SHARE = 0.2  # of a sequence's time, for the bound of its relaxed problem where that is another one
 MIN_THUNKS = 3  # a shorter sequence has nothing to reorder
 
 
@@ -60,15 +62,18 @@ def find_orders(values: Values, solve: OrderSolver, seconds: float) -> Ordering:
     Args:
         values: of the executable.
         solve: the planner core.
-        seconds: for all sequences together, shared by their lengths.
+        seconds: for all sequences together: each gets its share, by length, of what is left.
     """
     executable = values.executable
+    deadline = time.monotonic() + seconds
     planned = [s for s in reversed(executable.sequences) if len(s.thunks) >= MIN_THUNKS]
-    num_thunks = sum(len(s.thunks) for s in planned)
+    num_left = sum(len(s.thunks) for s in planned)
     orders: Orders = {}
     bounds: dict[int, int] = {}
     for sequence in planned:
-        found = _solve_sequence(sequence, values, orders, bounds, solve, seconds * len(sequence.thunks) / num_thunks)
+        share = max(0.0, deadline - time.monotonic()) * len(sequence.thunks) / num_left
+        num_left -= len(sequence.thunks)
+        found = _solve_sequence(sequence, values, orders, bounds, solve, share)
         bounds[sequence.index] = found.lower_bound
         if found.order != tuple(range(len(sequence.thunks))):
             orders[sequence.index] = found.order
@@ -82,14 +87,17 @@ def _solve_sequence(
     found = solve(model.problem, seconds)
     if not is_legal(found.order, model.predecessors):
         raise NotUnderstood(f"the planner gave an illegal order for sequence {sequence.index}: it breaks a dependency")
-    return dataclasses.replace(found, lower_bound=max(0, found.lower_bound - model.bound_slack))
+    if model.relaxed == model.problem:
+        return found
+    bound = max(found.lower_bound - model.slack, solve(model.relaxed, BOUND_SHARE * seconds).lower_bound)
+    return dataclasses.replace(found, lower_bound=bound)
 
 
 class SequenceModel:
     """One sequence as a problem of the planner core.
 
-    `bound_slack`: the nested sequences have their planned orders in the problem; with other orders of theirs its bound may
-    sink by this much.
+    In `problem`, nested sequences need what they need in their planned orders; in `relaxed`, what they need in any order, so that
+    its bound holds for all orders of everything.
     """
 
     def __init__(self, sequence: Sequence, values: Values, orders: Orders, bounds: dict[int, int]):
@@ -102,8 +110,9 @@ class SequenceModel:
         self._place_of = _places(sequence)
         self.stretches = [s for value in values.all for s in self._stretches(value)]
         workspaces = [self._workspace(place, thunk, bounds) for place, thunk in enumerate(sequence.thunks)]
-        self.bound_slack = max((planned - least for planned, least in workspaces), default=0)
+        self.slack = max((planned - least for planned, least in workspaces), default=0)  # the two bounds differ by this at most
         self.problem = self._problem([planned for planned, _ in workspaces])
+        self.relaxed = self._problem([least for _, least in workspaces])
 
     def size(self, value: Value) -> int:
         """Bytes of a value in the arena."""

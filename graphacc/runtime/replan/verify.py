@@ -18,7 +18,8 @@ from graphacc.runtime.replan.model import AllocationKind, Control, Executable, S
 from graphacc.runtime.replan.replay import ReachingDefinitions, Replay, make_chooser
 from graphacc.runtime.replan.values import Values
 
-NUM_REPLAYS = 8
+MIN_REPLAYS, MAX_REPLAYS = 3, 8
+REPLAYED_THUNKS = 50_000  # replays of large programs are fewer
 
 
 def verify(original: Executable, rewritten: Executable, orders: Orders, stop: frozenset[str]) -> None:
@@ -205,7 +206,8 @@ def _check_replays(original: Executable, rewritten: Executable, access_names: li
     """A program without loops and branches has one path, which the reaching definitions describe exactly."""
     if all(t.control in (Control.LEAF, Control.CALL) for t in original.thunks):
         return
-    for seed in range(NUM_REPLAYS):
+    num_replays = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_THUNKS // len(original.thunks)))
+    for seed in range(num_replays):
         choose = make_chooser(seed)
         before = Replay(original, list(range(len(original.accesses))), list(range(len(original.thunks))), choose)
         after = Replay(rewritten, access_names, thunk_names, choose)

@@ -129,43 +129,40 @@ def under_cap(graph: OrderGraph, guide: Order, cap: int) -> Order:
     """
     rank = {v: i for i, v in enumerate(guide)}
     frontier = _Frontier(graph)
-    freeing, others, waiting = [], [], []
+    fitting: list[tuple[int, int]] = []  # (rank, operator) that free memory and fit
+    put_off: list[tuple[int, int, int]] = []  # (bytes needed, rank, operator) that free memory and did not fit
+    others: list[tuple[int, int]] = []  # (rank, operator) that raise the live bytes
     order: list[int] = []
 
     def offer(v: int) -> None:
-        heapq.heappush(freeing if frontier.delta[v] <= 0 else others, (rank[v], v))
-
-    def take(heap: list[tuple[int, int]], fits: Callable[[int], bool]) -> int | None:
-        while heap:
-            item = heapq.heappop(heap)
-            if frontier.waiting[item[1]] or (heap is others and frontier.delta[item[1]] <= 0):
-                continue
-            if fits(item[1]):
-                return item[1]
-            waiting.append(item)
-        return None
-
-    def fits(v: int) -> bool:
-        return frontier.live + graph.new[v] + graph.workspace[v] <= cap
+        if frontier.delta[v] <= 0:
+            heapq.heappush(put_off, (graph.new[v] + graph.workspace[v], rank[v], v))
+        else:
+            heapq.heappush(others, (rank[v], v))
 
     for v in frontier.ready():
         offer(v)
-    level = frontier.live
     while len(order) < graph.num_operators:
-        if frontier.live < level:
-            for _, v in waiting:
+        while put_off and frontier.live + put_off[0][0] <= cap:
+            _, place, v = heapq.heappop(put_off)
+            heapq.heappush(fitting, (place, v))
+        while fitting and (frontier.waiting[fitting[0][1]] or not _fits(graph, frontier, fitting[0][1], cap)):
+            _, v = heapq.heappop(fitting)
+            if not frontier.waiting[v]:
                 offer(v)
-            waiting.clear()
-        level = frontier.live
-        v = take(freeing, fits)
-        v = v if v is not None else take(others, lambda v: True)
-        if v is None:
-            heapq.heapify(waiting)
-            v = take(waiting, lambda v: True)
+        while others and (frontier.waiting[others[0][1]] or frontier.delta[others[0][1]] <= 0):
+            heapq.heappop(others)
+        v = heapq.heappop(fitting)[1] if fitting else heapq.heappop(others)[1] if others else heapq.heappop(put_off)[2]
+        if frontier.waiting[v]:
+            continue
         order.append(v)
         for u in frontier.run(v):
             offer(u)
     return tuple(order)
+
+
+def _fits(graph: OrderGraph, frontier: _Frontier, v: int, cap: int) -> bool:
+    return frontier.live + graph.new[v] + graph.workspace[v] <= cap
 
 
 def bfs(graph: OrderGraph) -> Order:

@@ -1,21 +1,27 @@
 """One order problem from start to end; see the package's docstring for the parts."""
 
 import dataclasses
+import functools
+import sys
 import time
-from collections.abc import Callable, Sequence
 
 from graphacc.passes.memory.bounds import CutModel, peak_bound
 from graphacc.passes.memory.order.cones import merge_cones
 from graphacc.passes.memory.order.contract import Contraction, contract
 from graphacc.passes.memory.order.graph import OrderGraph, compile_problem
 from graphacc.passes.memory.order.guided import cut_into_order
-from graphacc.passes.memory.order.heuristics import HEURISTICS, Order, lpmf, under_cap
+from graphacc.passes.memory.order.heuristics import HEURISTICS, Order, under_cap
 from graphacc.passes.memory.order.precedence import prove, trunk
 from graphacc.passes.memory.problem import OrderPlan, Problem, Status
 
-MAX_PLACED = 600
 ENOUGH = 2e-5
 """The relative gap at which improving ends."""
+PROOF_STEP = 2e-4
+"""How closely, relative to the bound, bisection finds what can be proved or reached."""
+MAX_KEPT = 8
+NUM_GUIDES = 3
+FEW_PLACED = 400
+MAX_EXACT_CUTS = 64
 
 
 def solve_order(problem: Problem, *, seconds: float = 10.0) -> OrderPlan:
@@ -65,22 +71,156 @@ def reduce(graph: OrderGraph) -> _Reduction:
 
 
 class _Search:
-    """The best order and the best bound so far."""
+    """The best order and the best bound so far. Peaks and bounds of the reduced graph have "reduced" in their names."""
 
     def __init__(self, problem: Problem, seconds: float):
         self.begin = time.monotonic()
         self.seconds = seconds
+        self.names = [operator.name for operator in problem.operators]
         self.full = compile_problem(problem)
         self.reduction = reduce(self.full)
         self.graph = self.reduction.graph
-        self.orders: list[Order] = []  # of the reduced graph, the lowest peak first
-        self.best: Order = tuple(range(self.full.num_operators))  # of the full graph
-        self.peak = self.full.peak(self.best)
-        self.bound, self.source = 0, ""
-        self.refused = 0  # no order was found at this target, which is not proved to be too low
+        self.model = CutModel(self.graph)
+        self.path = trunk(self.graph)
+        self.best: Order = ()
+        self.peak = self.bound = 0
+        self.source = ""
+        self.reduced_orders: dict[Order, int] = {}  # with their peaks, the lowest first
+        self.reduced_bound = 0
+        self.unproved = sys.maxsize  # the least target that is not disproved although that was tried
+        self.refused = 0  # the largest target that is not disproved and at which no order was found
+        self.attempts = 0
+        self.num_placed = FEW_PLACED
 
     def keep_going(self) -> bool:
         return time.monotonic() - self.begin < self.seconds
 
     def gap(self) -> float:
         return (self.peak - self.bound) / max(self.bound, 1)
+
+    def plan(self) -> OrderPlan:
+        return OrderPlan(
+            status=Status.OPTIMAL if self.peak == self.bound else Status.FEASIBLE,
+            order=self.best,
+            peak=self.peak,
+            lower_bound=self.bound,
+            bound_source=self.source,
+            seconds=time.monotonic() - self.begin,
+        )
+
+    def start(self) -> None:
+        """The heuristics and the bound by single cuts."""
+        for name, heuristic in HEURISTICS.items():
+            if name != "LPMF":
+                self._consider(heuristic(self.full))
+            self._consider_reduced(heuristic(self.graph))
+        self._bound_by_cuts()
+        if self.peak > self.bound:
+            self._consider(HEURISTICS["LPMF"](self.full))
+
+    def improve(self) -> None:
+        """One attempt: first at the bound itself; then raise the bound as far as precedences prove; then search just above it."""
+        low, high = self.reduced_bound, min(self._reduced_peak(), self.unproved)
+        step = int(PROOF_STEP * low)
+        if self.attempts == 0:
+            self._attempt(low)
+        elif high - low > step:
+            self._prove(self.model.copy(), (low + high) // 2)
+        elif self._reduced_peak() - max(low, self.refused) > step:
+            self._attempt(max(low + step, (max(low, self.refused) + self._reduced_peak()) // 2))
+        else:
+            self.num_placed *= 4
+            self.unproved = self._reduced_peak()
+            self.refused = 0
+        self.attempts += 1
+
+    def _prove(self, model: CutModel, target: int) -> bool:
+        """Add to `model` what holds in every order of the reduced graph that stays at `target`; False where there is none."""
+        need = [new + workspace for new, workspace in zip(self.graph.new, self.graph.workspace)]
+        placed = sorted(range(self.graph.num_operators), key=lambda v: -need[v])[: self.num_placed]
+        possible = prove(model, target, self.path, placed, self.keep_going)
+        if possible:
+            self.unproved = min(self.unproved, target)
+        else:
+            self.reduced_bound = target + 1
+            self._raise_bound(self.reduced_bound - self.reduction.loss, "precedences proved by minimum cuts")
+        return possible
+
+    def _attempt(self, target: int) -> None:
+        """Look for an order of the reduced graph whose peak is at most `target`."""
+        model = self.model.copy()
+        if self._prove(model, target):
+            self._search(model, target)
+            if self._reduced_peak() > target:
+                self.refused = max(self.refused, target)
+
+    def _search(self, model: CutModel, target: int) -> None:
+        """Look for an order of the reduced graph below `target` among those that keep the precedences of `model`."""
+        graph = _with_precedences(self.graph, model)
+        guides = list(self.reduced_orders)[:NUM_GUIDES]
+        for guide in guides:
+            self._consider_reduced(under_cap(graph, guide, target))
+        if self._reduced_peak() <= target:
+            return
+        difficulty = functools.cache(lambda v: model.cut(v).value)
+        self._consider_reduced(cut_into_order(graph, guides, target, difficulty, self.keep_going))
+
+    def _bound_by_cuts(self) -> None:
+        ceilings = [min(memories) for memories in zip(*map(self._memory_of_each, self.reduced_orders))]
+        found = peak_bound(self.model, ceilings, self.keep_going)
+        self.reduced_bound = found.value
+        name = "" if found.operator is None else self._name(found.operator)
+        self._raise_bound(found.value - self.reduction.loss, f"minimum cut at {name}" if name else "live at the start or the end")
+        if self.bound < self.peak <= self.bound + self.reduction.loss:
+            self._bound_exactly()
+
+    def _bound_exactly(self) -> None:
+        """Single cuts of the graph that nothing was lost in, for the few operators that could close the gap."""
+        first = self.reduction.steps[0]
+        order = first.shrink(self.best)
+        ceilings = [memory for _, memory in sorted(zip(order, first.graph.profile(order)))]
+        budget = iter(range(MAX_EXACT_CUTS))
+        found = peak_bound(CutModel(first.graph), ceilings, lambda: next(budget, None) is not None)
+        if found.operator is not None:
+            self._raise_bound(found.value, f"minimum cut at {self.names[first.members[found.operator][-1]]}")
+
+    def _raise_bound(self, bound: int, source: str) -> None:
+        if bound > self.bound:
+            self.bound, self.source = bound, source
+
+    def _consider(self, order: Order) -> None:
+        peak = self.full.peak(order)
+        if not self.best or peak < self.peak:
+            self.best, self.peak = order, peak
+        self._keep(self.reduction.shrink(order))
+
+    def _consider_reduced(self, order: Order) -> None:
+        full = self.reduction.expand(order)
+        peak = self.full.peak(full)
+        if not self.best or peak < self.peak:
+            self.best, self.peak = full, peak
+        self._keep(order)
+
+    def _keep(self, order: Order) -> None:
+        self.reduced_orders[order] = self.graph.peak(order)
+        self.reduced_orders = dict(sorted(self.reduced_orders.items(), key=lambda item: item[1])[:MAX_KEPT])
+
+    def _reduced_peak(self) -> int:
+        return min(self.reduced_orders.values())
+
+    def _memory_of_each(self, order: Order) -> list[int]:
+        return [memory for _, memory in sorted(zip(order, self.graph.profile(order)))]
+
+    def _name(self, reduced: int) -> str:
+        """The operator behind one of the reduced graph (the last of those that it was merged from)."""
+        return self.names[self.reduction.expand((reduced,))[-1]]
+
+
+def _with_precedences(graph: OrderGraph, model: CutModel) -> OrderGraph:
+    """The graph with the precedences that `model` has been required to keep."""
+    preds = [list(before) for before in graph.preds]
+    succs = [list(after) for after in graph.succs]
+    for u, v in model.required:
+        preds[v].append(u)
+        succs[u].append(v)
+    return dataclasses.replace(graph, preds=tuple(map(tuple, preds)), succs=tuple(map(tuple, succs)))

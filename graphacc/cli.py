@@ -1,0 +1,65 @@
+"""The command `graphacc`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from graphacc.errors import GraphAccError
+from graphacc.passes.memory.addresses import solve_addresses
+from graphacc.passes.memory.addresses.picture import save_picture
+from graphacc.passes.memory.csvfile import read_problem, write_solution
+from graphacc.passes.memory.problem import AddressPlan, Status
+
+EXIT_SOLVED, EXIT_UNSOLVED, EXIT_ERROR = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status: 0 solved, 1 no solution found, 2 wrong input."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (GraphAccError, OSError) as error:
+        print(f"graphacc: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="graphacc", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan-memory",
+        help="choose addresses for buffers with known live ranges",
+        description="Chooses addresses for buffers with known live ranges. FILE is in MiniMalloc's CSV format: "
+        "id,lower,upper,size with half-open live ranges; a column offset fixes the buffers where it is not empty.",
+    )
+    plan.add_argument("file", metavar="FILE")
+    plan.add_argument("--capacity", type=int, metavar="N", help="decide whether N bytes suffice; otherwise the height is minimised")
+    plan.add_argument("--alignment", type=int, default=1, metavar="N", help="every offset is a multiple of N bytes (default 1)")
+    plan.add_argument("--output", metavar="FILE", help="write the solution: the same columns and offset")
+    plan.add_argument("--picture", metavar="FILE", help="draw the solution; the name ends in .png or .html")
+    plan.add_argument("--seconds", type=float, default=10.0, metavar="S", help="budget (default 10)")
+    plan.add_argument("--threads", type=int, default=2, metavar="N", help="searches at the same time (default 2)")
+    plan.set_defaults(run=_plan_memory)
+    return parser
+
+
+def _plan_memory(options: argparse.Namespace) -> int:
+    problem = read_problem(options.file, capacity=options.capacity, alignment=options.alignment)
+    plan = solve_addresses(problem, seconds=options.seconds, threads=options.threads)
+    print(describe(plan))
+    if not plan.offsets:
+        return EXIT_UNSOLVED
+    if options.output:
+        write_solution(options.output, problem, plan.offsets)
+    if options.picture:
+        save_picture(options.picture, problem, {"plan": plan.offsets})
+    return EXIT_SOLVED
+
+
+def describe(plan: AddressPlan) -> str:
+    """One line that says how a solve ended."""
+    bound = f"lower bound {plan.lower_bound:,} by {plan.bound_source}"
+    if not plan.offsets:
+        return f"{plan.status.value}: {bound}, {plan.seconds:.2f} s"
+    gap = f", gap {100 * plan.gap:.3f} %" if plan.status is Status.FEASIBLE else ""
+    return f"{plan.status.value}{gap}: {plan.height:,} bytes, {bound}, {plan.seconds:.2f} s"

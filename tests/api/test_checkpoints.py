@@ -1,0 +1,84 @@
+"""Checkpoints continue exactly, under any strategy and device count."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from tolerances import relative_error
+from training import adamw, batches_of, compiled
+
+import graphacc
+
+
+def run(model, optimizer, batches) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("after", [None, "fsdp=8,zero=3", "dp=2,fsdp=2,zero=1"], ids=lambda text: text or "one device")
+def test_training_continues_under_another_strategy(after, tmp_path):
+    start, _ = zoo.MODELS["gpt2"]()
+    batches = batches_of("gpt2", 4)
+    whole = compiled(copy.deepcopy(start), None, seed=3)
+    expected = run(whole, adamw(whole), batches)
+
+    first = compiled(copy.deepcopy(start), "fsdp=4", seed=3)
+    optimizer = adamw(first)
+    losses = run(first, optimizer, batches[:2])
+    graphacc.save_checkpoint(tmp_path / "c", first, optimizer, extra={"epoch": 1})
+
+    second = compiled(zoo.MODELS["gpt2"](8, 9)[0], after)
+    optimizer = adamw(second)
+    assert graphacc.load_checkpoint(tmp_path / "c", second, optimizer) == {"epoch": 1}
+    assert second.lm_head.weight is second.transformer.wte.weight
+    losses += run(second, optimizer, batches[2:])
+    assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
+
+
+def test_the_same_strategy_continues_bit_for_bit_with_dropout(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        model = zoo.MODELS["gpt2"]()[0]
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+        return compiled(model, "fsdp=2")
+
+    batches = batches_of("gpt2", 4)
+    whole = build()
+    expected = run(whole, adamw(whole), batches)
+    first = build()
+    optimizer = adamw(first)
+    losses = run(first, optimizer, batches[:2])
+    graphacc.save_checkpoint(tmp_path / "c", first, optimizer)
+    second = build()
+    optimizer = adamw(second)
+    graphacc.load_checkpoint(tmp_path / "c", second, optimizer)
+    assert losses + run(second, optimizer, batches[2:]) == expected
+
+
+def test_saving_before_the_first_step(tmp_path):
+    model = compiled(zoo.MODELS["tied_mlp"]()[0], None)
+    graphacc.save_checkpoint(tmp_path / "c", model, adamw(model))
+    other = compiled(zoo.MODELS["tied_mlp"](8, 5)[0], "fsdp=2")
+    graphacc.load_checkpoint(tmp_path / "c", other, adamw(other))
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_loading_into_a_model_that_has_trained(tmp_path):
+    model = compiled(zoo.MODELS["tied_mlp"]()[0], "fsdp=2")
+    optimizer = adamw(model)
+    batches = batches_of("tied_mlp", 4)
+    run(model, optimizer, batches[:2])
+    graphacc.save_checkpoint(tmp_path / "c", model, optimizer)
+    expected = run(model, optimizer, batches[2:])
+    graphacc.load_checkpoint(tmp_path / "c", model, optimizer)
+    assert run(model, optimizer, batches[2:]) == expected
