@@ -13,17 +13,6 @@ def x64() -> contextlib.AbstractContextManager:
     return jax.enable_x64(True)
 
 
-# --- lowering ----------------------------------------------------------------------------------------------------------
-
-
-def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds on uint32 arrays of one shape; the key's words are 0-d."""
-    import jax.numpy as jnp
-    from jax.extend.random import threefry2x32_p
-
-    return tuple(threefry2x32_p.bind(*jnp.broadcast_arrays(key0, key1, x0, x1)))
-
-
 # --- executables (graphacc/runtime/replan) -------------------------------------------------------------------------------
 
 

@@ -155,7 +155,7 @@ class Engine:
             if isinstance(handle.grad, Tensor):
                 self.accumulated.add(handle.name)
                 self.host_grads[handle.name] = handle.grad
-            index = tape.add_value(self.fakes.of(handle.tensor).detach())
+            index = tape.add_value(self.fakes.gradient_of(handle))
             tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
             handle.grad = tape
 
@@ -329,7 +329,7 @@ class Engine:
         if name in self.accumulated and name not in self.host_grads:
             return
         value = self.host_grads.pop(name, None)
-        zeros = torch.zeros(1).expand(self.fakes.of(self.handles[name].tensor).shape)
+        zeros = torch.zeros(1).expand(self.fakes.gradient_of(self.handles[name]).shape)
         self.programs.put(compiled, Kind.GRAD, name, zeros if value is None else value)
 
     def _run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
@@ -353,7 +353,7 @@ class Engine:
             tape = Tape(self, self.counter)
         for name in names:
             if name not in tape.grad_bindings:
-                tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.fakes.of(self.handles[name].tensor).detach())
+                tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.fakes.gradient_of(self.handles[name]))
         code = self._gradient_code(tape, names)
         compiled = self.programs.get(
             "update",

@@ -20,6 +20,7 @@ class Fakes:
         self.handles = handles
         self._mode = FakeTensorMode()
         self._managed: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
 
     def of(self, value: "Tensor | Param") -> Tensor:
         """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
@@ -29,6 +30,14 @@ class Fakes:
             return value
         with torch._C.DisableTorchFunctionSubclass():
             return self._mode.from_tensor(value.detach())
+
+    def gradient_of(self, handle: Handle) -> Tensor:
+        """The fake tensor that stands for a parameter's gradient."""
+        like = self._of_handle(handle)
+        fake = self._gradients.get(handle.name)
+        if fake is None or (fake.shape, fake.dtype) != (like.shape, like.dtype):
+            fake = self._gradients[handle.name] = like.detach()
+        return fake
 
     def run(self, function: Callable, args: tuple, kwargs: dict):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""

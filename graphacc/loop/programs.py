@@ -1,6 +1,7 @@
 """The compiled programs of one model: built on demand from StepGraphs, kept by what makes them differ, run on one state."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 
@@ -12,6 +13,8 @@ from graphacc.passes.pipeline import build_pipeline, default_batch_dims
 from graphacc.passes.runner import run_passes
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
 from graphacc.strategy import Strategy
+
+log = logging.getLogger("graphacc")
 
 STATE_KINDS = (Kind.PARAM, Kind.BUFFER, Kind.STATE, Kind.GRAD)
 """Kinds of values that stay on the devices between programs."""
@@ -56,7 +59,10 @@ class Programs:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
         key = (kind, tuple(aspects.items()))
         if key not in self._by_key:
-            self._by_key[key] = self._compile(kind, self._reason(kind, dict(aspects)), capture)
+            reason = self._reason(kind, dict(aspects))
+            if not reason.startswith("first"):
+                log.warning("graphacc: compiling another %s program: %s", kind, reason)
+            self._by_key[key] = self._compile(kind, reason, capture)
             self.compiled.append(self._by_key[key])
         return self._by_key[key]
 

@@ -30,7 +30,7 @@ def plan(problem: Problem, *, seconds: float = 10.0, threads: int = 2, alignment
         stored (no bytes, or no operator that touches it) has offset 0.
 
     Raises:
-        ValueError: the problem is not well formed.
+        PlanError: the problem is not well formed.
     """
     begin = time.monotonic()
     order = solve_order(problem, seconds=seconds * ORDER_SHARE)

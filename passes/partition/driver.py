@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.fx
 
-import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, Shard, StepGraph
 from graphacc.passes.partition.choose import choose

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+import graphacc.ops  # noqa: F401  (rules name its operators)
 from graphacc.graph import Phase
 from graphacc.passes.partition.placement import REPLICATED, Placement, Replicated, Split, local_shape
 

@@ -336,7 +336,7 @@ def test_one_program_for_a_plain_loop():
     assert [compiled.kind for compiled in model.programs] == ["step"]
 
 
-def test_a_new_shape_compiles_once_and_says_why():
+def test_a_new_shape_compiles_once_and_says_why(caplog):
     model = compiled(Net(), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for size in (8, 8, 4, 8, 4):
@@ -346,6 +346,7 @@ def test_a_new_shape_compiles_once_and_says_why():
             optimizer.zero_grad()
     assert [compiled.reason for compiled in model.programs] == ["first step", "other batch shapes"]
     assert "batch shapes" in model.explain()
+    assert [record.getMessage() for record in caplog.records] == ["graphacc: compiling another step program: other batch shapes"]
 
 
 def test_learning_rate_changes_do_not_recompile():

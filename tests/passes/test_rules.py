@@ -6,6 +6,8 @@ see the collectives of another axis.
 """
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -128,3 +130,10 @@ def test_view_split_holds_the_same_elements():
                     assert possible == ([] if new is None else [new]), (shape, split, new_shape)
                     found += new is not None
     assert found > 50
+
+
+def test_rules_import_by_themselves():
+    """Rules name graphacc's own operators, so that they must register them first."""
+    code = "import graphacc.passes.partition"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

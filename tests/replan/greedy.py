@@ -1,6 +1,6 @@
 """A small planner for tests: greedy orders, first-fit addresses. Quick and deterministic, nothing proved."""
 
-from graphacc.passes.memory.problem import AddressProblem, Problem
+from graphacc.passes.memory.problem import AddressProblem, LiveBuffer, Problem
 from graphacc.runtime.replan.ordering import SequenceOrder
 from graphacc.runtime.replan.planner import Solvers
 
@@ -85,18 +85,24 @@ def _largest_operator(problem: Problem) -> int:
 def solve_addresses(problem: AddressProblem, seconds: float) -> tuple[int, ...]:
     """First fit, largest first."""
     placed: list[tuple[int, int, int, int]] = []  # offset, end, lower, upper
-    offsets = [0] * len(problem.buffers)
-    for i in sorted(range(len(offsets)), key=lambda i: -problem.buffers[i].size):
+    offsets = [buffer.offset or 0 for buffer in problem.buffers]
+    first_fixed = sorted(range(len(offsets)), key=lambda i: (problem.buffers[i].offset is None, -problem.buffers[i].size))
+    for i in first_fixed:
         buffer = problem.buffers[i]
-        offset = 0
-        for low, high, lower, upper in sorted(placed):
-            if lower < buffer.upper and buffer.lower < upper:
-                if offset + buffer.size <= low:
-                    break
-                offset = max(offset, high)
-        offsets[i] = offset
-        placed.append((offset, offset + buffer.size, buffer.lower, buffer.upper))
+        if buffer.offset is None:
+            offsets[i] = _lowest(buffer, placed)
+        placed.append((offsets[i], offsets[i] + buffer.size, buffer.lower, buffer.upper))
     return tuple(offsets)
+
+
+def _lowest(buffer: LiveBuffer, placed: list[tuple[int, int, int, int]]) -> int:
+    offset = 0
+    for low, high, lower, upper in sorted(placed):
+        if lower < buffer.upper and buffer.lower < upper:
+            if offset + buffer.size <= low:
+                break
+            offset = max(offset, high)
+    return offset
 
 
 SOLVERS = Solvers(order=solve_order, addresses=solve_addresses)

@@ -1,13 +1,14 @@
 """Addresses for the values of an executable, given the order of its thunks.
 
-The planner core packs buffers with one live interval each. Values of loops and branches have holes in theirs, so two steps are
-added here: the core gets each value's hull, and its answer (as well as some plain priority orders) is compacted against the exact
-occupancy. Placing values by ascending offset, each at its lowest free place, never raises one of them: every value below it can
-only have moved down.
+The planner core packs buffers with one live interval each, but values of loops and branches have holes in theirs. So the core is
+asked twice: once with the hull of every value, and once with the values that have holes fixed (placed first, by plain first
+fit), each of their intervals a buffer of its own. All answers are compacted against the exact occupancy. Placing values by
+ascending offset, each at its lowest free place, never raises one of them: every value below it can only have moved down.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -38,10 +39,11 @@ class Occupancy:
         bits = _unpack(liveness.occupied, len(values.all))  # [T, V]
         self.live = bits @ self.sizes  # [T]
         self.first = bits.argmax(axis=0)  # [V]
-        self.last = len(bits) - 1 - bits[::-1].argmax(axis=0)  # [V]
         self.duration = bits.sum(axis=0)  # [V]
         self.pressure = np.array([self.live[column].max() for column in bits.T], dtype=np.int64)  # [V]
         self.conflicts = _conflicts(bits)  # [V, V]
+        self.intervals = [_intervals(column) for column in bits.T]  # [V] lists of half-open intervals
+        self.has_holes = np.array([len(intervals) > 1 for intervals in self.intervals])  # [V]
 
     @property
     def max_live(self) -> int:
@@ -58,13 +60,62 @@ def find_addresses(values: Values, liveness: Liveness, solve: AddressSolver, sec
         seconds: its budget.
     """
     occupancy = Occupancy(values, liveness)
-    best = min((_place(occupancy, order) for order in _priority_orders(occupancy)), key=lambda a: a.height)
-    if best.height == occupancy.max_live:
-        return best
-    offsets = solve(_hull_problem(values, occupancy), seconds)
-    if offsets:
-        best = min(best, _place(occupancy, np.argsort(offsets, kind="stable")), key=lambda a: a.height)
+    alignment = values.executable.alignment
+    everything = np.ones(len(values.all), dtype=bool)
+    best = min((_place(occupancy, order) for order in _priority_orders(occupancy, everything)), key=_height)
+    deadline = time.monotonic() + seconds
+    for problem in _problems(occupancy, alignment):
+        left = deadline - time.monotonic()
+        if best.height == occupancy.max_live or left <= 0:
+            break
+        offsets = solve(problem.addresses, left / 2)
+        if offsets:
+            lowest = [min(offsets[b] for b in buffers) for buffers in problem.buffers_of]
+            best = min(best, _place(occupancy, np.argsort(lowest, kind="stable")), key=_height)
     return best
+
+
+def _height(addresses: Addresses) -> int:
+    return addresses.height
+
+
+@dataclasses.dataclass(frozen=True)
+class _CoreProblem:
+    """A problem for the core, and the buffers of it that stand for each value."""
+
+    addresses: AddressProblem
+    buffers_of: list[list[int]]  # [V]
+
+
+def _problems(occupancy: Occupancy, alignment: int) -> Iterator[_CoreProblem]:
+    """Hulls first; then, where there are holes, exact intervals with the values that have holes placed beforehand."""
+    hulls = [[(intervals[0][0], intervals[-1][1])] for intervals in occupancy.intervals]
+    yield _core_problem(occupancy, alignment, hulls, {})
+    if occupancy.has_holes.any():
+        for order in _priority_orders(occupancy, occupancy.has_holes):
+            placed = _place(occupancy, order).offsets
+            yield _core_problem(occupancy, alignment, occupancy.intervals, {v: placed[v] for v in order})
+
+
+def _core_problem(
+    occupancy: Occupancy, alignment: int, intervals: list[list[tuple[int, int]]], fixed: dict[int, int]
+) -> _CoreProblem:
+    buffers: list[LiveBuffer] = []
+    buffers_of: list[list[int]] = []
+    for v, runs in enumerate(intervals):
+        buffers_of.append(list(range(len(buffers), len(buffers) + len(runs))))
+        size = int(occupancy.sizes[v])
+        buffers += [
+            LiveBuffer(name=f"value {v}, run {i}", lower=lower, upper=upper, size=size, offset=fixed.get(v))
+            for i, (lower, upper) in enumerate(runs)
+        ]
+    return _CoreProblem(AddressProblem(buffers=tuple(buffers), alignment=alignment), buffers_of)
+
+
+def _intervals(column: np.ndarray) -> list[tuple[int, int]]:
+    """The half-open intervals in which a boolean array [T] is set."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], column.astype(np.int8), [0]))))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
 
 
 def _unpack(bit_sets: list[int], num_values: int) -> np.ndarray:
@@ -88,14 +139,18 @@ def _conflicts(bits: np.ndarray) -> np.ndarray:
     return conflicts
 
 
-def _priority_orders(occupancy: Occupancy) -> Iterable[np.ndarray]:
-    """Orders for first fit: by size, by size and time, and the values of the fullest steps first."""
-    size, duration = -occupancy.sizes, -occupancy.duration
-    yield np.lexsort((duration, size))
-    yield np.lexsort((size, size * occupancy.duration))
-    yield np.lexsort((size, occupancy.first))
-    yield np.lexsort((duration, size, -occupancy.pressure))
-    yield np.lexsort((size, duration, -occupancy.pressure))
+def _priority_orders(occupancy: Occupancy, chosen: np.ndarray) -> Iterator[np.ndarray]:
+    """Orders for first fit of the chosen values: by size, by size and time, and the values of the fullest steps first."""
+    size, duration, pressure = -occupancy.sizes, -occupancy.duration, -occupancy.pressure
+    for keys in (
+        (duration, size),
+        (size, size * occupancy.duration),
+        (size, occupancy.first),
+        (duration, size, pressure),
+        (size, duration, pressure),
+    ):
+        order = np.lexsort(keys)
+        yield order[chosen[order]]
 
 
 def _place(occupancy: Occupancy, order: Iterable[int]) -> Addresses:
@@ -120,11 +175,3 @@ def _lowest_gap(starts: list[int], sizes: list[int], size: int) -> int:
             break
         offset = max(offset, start + length)
     return offset
-
-
-def _hull_problem(values: Values, occupancy: Occupancy) -> AddressProblem:
-    buffers = tuple(
-        LiveBuffer(name=f"value {v}", lower=int(first), upper=int(last) + 1, size=int(size))
-        for v, (first, last, size) in enumerate(zip(occupancy.first, occupancy.last, occupancy.sizes))
-    )
-    return AddressProblem(buffers=buffers, alignment=values.executable.alignment)

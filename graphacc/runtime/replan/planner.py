@@ -17,7 +17,7 @@ from graphacc.runtime.replan.schema import Schema, read_schema
 from graphacc.runtime.replan.values import Values
 from graphacc.runtime.replan.verify import verify
 
-ORDER_SHARE = 0.6  # of the time budget; addresses get the rest
+ORDER_SHARE = 0.6  # of the time budget; addresses get what the orders leave
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,13 @@ def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, sec
     envelope = open_envelope(serialized)
     executable = cpu.read(schema, envelope.executable)
     values, identity, liveness = understand(executable)
-    ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds)
-    orders, addresses = _choose(values, liveness, ordering, solvers.addresses, (1 - ORDER_SHARE) * seconds)
     before = executable.temporary.size
+    solving = time.monotonic()
+    ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds)
+    left = max(0.0, seconds - (time.monotonic() - solving))
+    if ordering.lower_bound >= before:
+        left = 0.0  # XLA's plan is optimal
+    orders, addresses = _choose(values, liveness, ordering, solvers.addresses, left)
     planned = None
     if addresses.height < before:
         rewrite(executable, values, identity, orders, addresses, cpu.reorder)

@@ -10,6 +10,7 @@ Live bytes are a function of the downset S of operators that have run. While v r
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from graphacc.errors import PlanError
 from graphacc.passes.memory.problem import Problem
 
 
@@ -137,7 +138,7 @@ def compile_problem(problem: Problem) -> OrderGraph:
     """The OrderGraph of `problem`.
 
     Raises:
-        ValueError: an operator reads a buffer before it is written, waits for a later one, or an output is never written.
+        PlanError: an operator reads a buffer before it is written, waits for a later one, or an output is never written.
     """
     preds: list[set[int]] = [set(operator.after) for operator in problem.operators]
     users: list[list[int]] = [[] for _ in problem.buffers]
@@ -154,7 +155,7 @@ def compile_problem(problem: Problem) -> OrderGraph:
                     created[buffer] = v
                 writer[buffer], readers[buffer] = v, []
             elif writer[buffer] < 0 and not problem.buffers[buffer].is_input:
-                raise ValueError(
+                raise PlanError(
                     f"operator {v} ({operator.name!r}) reads buffer {buffer} ({problem.buffers[buffer].name!r}), which nothing "
                     "before it writes: operators must come in a valid program order, and inputs be marked is_input"
                 )
@@ -163,12 +164,12 @@ def compile_problem(problem: Problem) -> OrderGraph:
                 readers[buffer].append(v)
     base, buffers = 0, []
     for index, buffer in enumerate(problem.buffers):
-        if buffer.is_input and (buffer.is_output or not users[index]):
+        if buffer.is_input and buffer.is_output:
             base += buffer.size
         elif users[index]:
             buffers.append((buffer.size, created[index], buffer.is_output, tuple(users[index])))
         elif buffer.is_output:
-            raise ValueError(f"buffer {index} ({buffer.name!r}) is an output that no operator writes")
+            raise PlanError(f"buffer {index} ({buffer.name!r}) is an output that no operator writes")
     return make_graph(base, buffers, [sorted(before - {-1}) for before in preds], [op.workspace for op in problem.operators])
 
 
@@ -176,17 +177,17 @@ def _check_indices(problem: Problem, v: int) -> None:
     operator = problem.operators[v]
     for buffer in (*operator.reads, *operator.writes):
         if not 0 <= buffer < len(problem.buffers):
-            raise ValueError(f"operator {v} ({operator.name!r}) names buffer {buffer}, but there are {len(problem.buffers)}")
+            raise PlanError(f"operator {v} ({operator.name!r}) names buffer {buffer}, but there are {len(problem.buffers)}")
     for before in operator.after:
         if not 0 <= before < v:
-            raise ValueError(
+            raise PlanError(
                 f"operator {v} ({operator.name!r}) must run after operator {before}, which does not come before it: "
                 "operators must come in a valid program order"
             )
 
 
 def live_ranges(problem: Problem, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Half-open live range of every buffer, as positions in `order`; an input that nothing touches lives all the time."""
+    """Half-open live range of every buffer, as positions in `order`; empty where nothing touches a buffer that is not both input and output."""
     end = len(order)
     first, last = [end] * len(problem.buffers), [-1] * len(problem.buffers)
     for position, v in enumerate(order):
@@ -195,8 +196,7 @@ def live_ranges(problem: Problem, order: Sequence[int]) -> tuple[tuple[int, int]
             last[buffer] = position
     ranges = []
     for buffer, low, high in zip(problem.buffers, first, last):
-        untouched = high < 0
-        low = 0 if buffer.is_input or untouched else low
-        high = end if buffer.is_output or (untouched and buffer.is_input) else high + 1
-        ranges.append((low, high))
+        touched = high >= 0
+        low = 0 if buffer.is_input or not touched else low
+        ranges.append((low, end if buffer.is_output and (touched or buffer.is_input) else high + 1))
     return tuple(ranges)

@@ -12,6 +12,7 @@ from graphacc.passes.memory.order.graph import OrderGraph, compile_problem
 from graphacc.passes.memory.order.guided import cut_into_order
 from graphacc.passes.memory.order.heuristics import HEURISTICS, Order, under_cap
 from graphacc.passes.memory.order.precedence import prove, trunk
+from graphacc.passes.memory.order.windows import improve_by_windows
 from graphacc.passes.memory.problem import OrderPlan, Problem, Status
 
 ENOUGH = 2e-5
@@ -20,7 +21,7 @@ PROOF_STEP = 2e-4
 """How closely, relative to the bound, bisection finds what can be proved or reached."""
 MAX_KEPT = 8
 NUM_GUIDES = 3
-FEW_PLACED = 400
+FEW_PLACED = 200
 MAX_EXACT_CUTS = 64
 
 
@@ -32,7 +33,7 @@ def solve_order(problem: Problem, *, seconds: float = 10.0) -> OrderPlan:
         seconds: time for improving; the first orders and the first bound are made in any case.
 
     Raises:
-        ValueError: the problem is not well formed.
+        PlanError: the problem is not well formed.
     """
     search = _Search(problem, seconds)
     search.start()
@@ -99,6 +100,8 @@ class _Search:
         return (self.peak - self.bound) / max(self.bound, 1)
 
     def plan(self) -> OrderPlan:
+        """The answer, checked."""
+        assert self.full.is_valid(self.best) and self.full.peak(self.best) == self.peak >= self.bound, "the planner is wrong"
         return OrderPlan(
             status=Status.OPTIMAL if self.peak == self.bound else Status.FEASIBLE,
             order=self.best,
@@ -117,6 +120,8 @@ class _Search:
         self._bound_by_cuts()
         if self.peak > self.bound:
             self._consider(HEURISTICS["LPMF"](self.full))
+        if self.gap() > ENOUGH:
+            self._polish()
 
     def improve(self) -> None:
         """One attempt: first at the bound itself; then raise the bound as far as precedences prove; then search just above it."""
@@ -164,6 +169,13 @@ class _Search:
             return
         difficulty = functools.cache(lambda v: model.cut(v).value)
         self._consider_reduced(cut_into_order(graph, guides, target, difficulty, self.keep_going))
+        if self._reduced_peak() > target:
+            self._polish()
+
+    def _polish(self) -> None:
+        """Improve the best order locally."""
+        best = next(iter(self.reduced_orders))
+        self._consider_reduced(improve_by_windows(self.graph, best, self.reduced_bound, self.keep_going))
 
     def _bound_by_cuts(self) -> None:
         ceilings = [min(memories) for memories in zip(*map(self._memory_of_each, self.reduced_orders))]
