@@ -68,6 +68,11 @@ class CPUAdam(torch.optim.Adam):
             del self.param_groups[-1]
             raise
 
+    @staticmethod
+    def functional_equivalent() -> type[torch.optim.Optimizer]:
+        """The optimizer that a captured step runs instead, on the devices: the groups say which weight decay."""
+        return torch.optim.Adam
+
     @torch.no_grad()
     def step(
         self,

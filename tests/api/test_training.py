@@ -10,8 +10,10 @@ from torch import nn
 from training import adamw, batches_of, check_parity, compiled, train
 
 from graphacc.graph import Kind
+from graphacc.optim import CPUAdam
 
 OPTIMIZERS = {
+    "cpu_adam": lambda p: CPUAdam([q for q in p if q.requires_grad], lr=1e-3, eps=1e-5),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-5),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),

@@ -115,11 +115,11 @@ def test_each_rule_saves_nodes_and_changes_no_answer(rule):
         rng = random.Random(seed)
         packing = pack(filled_problem(rng))
         order = perturbed(static_orders(packing)[0], 1.0, rng)
-        _, _, nodes = native.search(packing, order, packing.limits(packing.bound), 4000, StopFlag())
-        if not 50 < nodes < 4000:
+        _, _, nodes = native.search(packing, order, packing.limits(packing.bound), 2500, StopFlag())
+        if not 50 < nodes < 2500:
             continue
-        answer, nodes = _count(packing, order, RULES, 4000)
-        other, other_nodes = _count(packing, order, RULES - {rule}, 6000)
+        answer, nodes = _count(packing, order, RULES, 2500)
+        other, other_nodes = _count(packing, order, RULES - {rule}, 3500)
         assert other in (answer, None)
         with_rule += nodes
         without_rule += other_nodes

@@ -1,10 +1,11 @@
-"""Lowers the highest peaks of a packing one at a time; for problems too large to search as a whole.
+"""Lowers a packing that is too large to search as a whole, in two ways. What succeeds is kept, so the height never grows.
 
-A large-neighbourhood search: the items that end highest are freed together with items that live within a window of time
-around them, all others are kept as fixed obstacles, and a short search decides whether the freed ones fit lower. What
-succeeds is kept, so the height never grows.
+- `reorder`: skylines under slightly changed tie orders.
+- `repair`: a large-neighbourhood search. Items that end highest are freed together with items that live within a window of
+  time around them, all others are kept as fixed obstacles, and a short search decides whether the freed ones fit lower.
 """
 
+import concurrent.futures
 import random
 import time
 
@@ -15,12 +16,32 @@ from graphacc.passes.memory.addresses.native import Outcome, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import Packing, pack_ranges
 
+ORDER_SPREADS = (0.0003, 0.001, 0.003)
 MAX_FREE = 300
 MIN_FREE = 8
 NODES_PER_TRY = 4_000
 LONG_SHARE = 0.01  # of all sections: items that live longer are not freed with a window
 WINDOW_SHARES = (0.0, 0.002, 0.01, 0.03, 0.1)
 """How far the window reaches beyond the highest item, as a share of all sections."""
+
+
+def reorder(
+    packing: Packing, order: np.ndarray, offsets: np.ndarray, *, target: int, deadline: float, threads: int, seed: int = 0
+) -> np.ndarray:
+    """Improve the offsets of a skyline, and the tie order that made them, until the target (bytes) or the deadline.
+
+    Returns:
+        New offsets, at most as high as the given ones.
+    """
+    rng = random.Random(seed)
+    best, height = (order, offsets), packing.height(offsets)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        while height > target and time.monotonic() < deadline:
+            orders = [perturbed(best[0], rng.choice(ORDER_SPREADS), rng) for _ in range(threads)]
+            for candidate in zip(orders, pool.map(lambda o: native.skyline(packing, o), orders), strict=True):
+                if packing.height(candidate[1]) <= height:
+                    best, height = candidate, packing.height(candidate[1])
+    return best[1]
 
 
 def repair(packing: Packing, offsets: np.ndarray, *, target: int, deadline: float, seed: int = 0) -> np.ndarray:

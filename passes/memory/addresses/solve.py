@@ -8,7 +8,7 @@ from graphacc.passes.memory.addresses import native, portfolio
 from graphacc.passes.memory.addresses.native import Outcome
 from graphacc.passes.memory.addresses.orders import static_orders
 from graphacc.passes.memory.addresses.packing import Packing, pack
-from graphacc.passes.memory.addresses.repair import repair
+from graphacc.passes.memory.addresses.repair import reorder, repair
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, Status
 from graphacc.passes.memory.validate import check_address_plan, check_problem
 
@@ -57,7 +57,8 @@ class _Solver:
         self.bound, self.bound_source = packing.bound, "max live"
         self.items = packing.parts()
         self.parts = [packing.select(items) for items in self.items]
-        self.offsets = [self._skyline(part) for part in self.parts]
+        skylines = [self._skyline(part) for part in self.parts]
+        self.orders, self.offsets = [order for order, _ in skylines], [offsets for _, offsets in skylines]
         self.num_attempts = 0
 
     @property
@@ -117,7 +118,7 @@ class _Solver:
         part = self.parts[i]
         self.num_attempts += 1
         if len(part) > MAX_SEARCHED:
-            self.offsets[i] = repair(part, self.offsets[i], target=target, deadline=deadline, seed=self.num_attempts)
+            self._lower_large(i, target, deadline)
             return Outcome.FOUND if part.height(self.offsets[i]) <= target else Outcome.STOPPED
         decision = portfolio.decide(part, target, deadline=deadline, threads=self.threads, seed=self.num_attempts)
         if decision.outcome is Outcome.FOUND:
@@ -129,13 +130,23 @@ class _Solver:
         unit = self.packing.unit
         return height + 1 if self.packing.padding.any() else (height // unit + 1) * unit
 
-    def _skyline(self, part: Packing) -> np.ndarray:
+    def _lower_large(self, i: int, target: int, deadline: float) -> None:
+        """Half of the time for other tie orders, the other half for repair of what they leave."""
+        part, now, seed = self.parts[i], time.monotonic(), self.num_attempts
+        half = (now + deadline) / 2
+        offsets = reorder(
+            part, self.orders[i], self.offsets[i], target=target, deadline=half, threads=self.threads, seed=seed
+        )
+        self.offsets[i] = repair(part, offsets, target=target, deadline=deadline, seed=seed)
+
+    def _skyline(self, part: Packing) -> tuple[np.ndarray, np.ndarray]:
+        """The best tie order, and its offsets."""
         found = None
         for order in static_orders(part):
             offsets = native.skyline(part, order)
-            if found is None or part.height(offsets) < part.height(found):
-                found = offsets
-            if part.height(found) <= self.bound:
+            if found is None or part.height(offsets) < part.height(found[1]):
+                found = (order, offsets)
+            if part.height(found[1]) <= self.bound:
                 break
         return found
 

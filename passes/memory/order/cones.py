@@ -10,13 +10,11 @@ pebbling to sparse matrix factorization", 1987) nothing is lost by running K in 
 For then, in any order, all of K can be moved to where x runs: that place has room for H, and elsewhere memory only falls. A
 buffer from outside that others touch too may be freed by K or not; each condition takes it the way that is worse.
 
-Scalars next to large tensors break 1 and 2 by a few bytes. Up to `TOLERANCE` each is let pass, and counted: what 1 lacks
+Scalars next to large tensors break 1 and 2 by a few bytes. Up to a tolerance each is let pass, and counted: what 1 lacks
 adds up over the groups, of what 2 lacks the largest counts. No order of the merged graph has a lower peak than the best order
 of the graph itself, and one has a peak that is higher by no more than that `loss`.
 
-Groups that only seem so (a good order that is one hill, the buffers that others touch taken to live on) are merged too where
-`bold` is set: such a graph gives orders, never bounds. Equal groups, as in repeated layers and in the updates of equal
-parameters, are looked at once.
+Equal groups, as in repeated layers and in the updates of equal parameters, are looked at once.
 """
 
 import dataclasses
@@ -30,8 +28,6 @@ from graphacc.passes.memory.order.search import best_order
 
 MAX_MEMBERS = 64
 MAX_STATES = 2000
-TOLERANCE = 256
-"""Bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,16 +39,16 @@ class _Hill:
     dip: int  # the bytes that condition 1 lacks
 
 
-def merge_cones(graph: OrderGraph, ancestors: Sequence[int], *, bold: bool) -> tuple[Contraction, int]:
+def merge_cones(graph: OrderGraph, ancestors: Sequence[int], tolerance: int) -> tuple[Contraction, int]:
     """Merge all groups.
 
     Args:
         graph: its operators must be numbered in a valid order.
         ancestors: of each operator, as the bits of an integer (`CutModel.ancestors`).
-        bold: merge also where the three conditions do not hold.
+        tolerance: bytes.
 
     Returns:
-        The merged graph, and the loss in bytes (without meaning where `bold`).
+        The merged graph, and the loss in bytes.
     """
     groups = {v: (v,) for v in range(graph.num_operators)}
     leader = list(range(graph.num_operators))
@@ -65,12 +61,12 @@ def merge_cones(graph: OrderGraph, ancestors: Sequence[int], *, bold: bool) -> t
             continue
         members = sorted(v for lead in cone for v in groups[lead])
         parts = graph.detach(members), graph.detach(members, shared_die=True)
-        hill = hills[parts] if parts in hills else hills.setdefault(parts, _hill(*parts))
+        hill = hills[parts] if parts in hills else hills.setdefault(parts, _hill(*parts, tolerance))
         top = _top(graph, members, hill, ancestors) if hill else None
-        if hill is None or (top is None and not bold):
+        if hill is None or top is None:
             continue
         dips += hill.dip
-        overshoot = max(overshoot, top or 0)
+        overshoot = max(overshoot, top)
         for lead in cone:
             del groups[lead]
         groups[w] = tuple(members[i] for i in hill.order)
@@ -79,15 +75,15 @@ def merge_cones(graph: OrderGraph, ancestors: Sequence[int], *, bold: bool) -> t
     return merge(graph, [groups[lead] for lead in sorted(groups)]), dips + overshoot
 
 
-def _hill(part: OrderGraph, freeing: OrderGraph) -> _Hill | None:
+def _hill(part: OrderGraph, freeing: OrderGraph, tolerance: int) -> _Hill | None:
     """A group's order and what it lacks, or None where its best known order is not one hill."""
     order = best_order(part, MAX_STATES) or min((heuristic(part) for heuristic in HEURISTICS.values()), key=part.peak)
     after = [live for _, live in part.levels(order)]
     start, end = part.start_bytes(), after[-1]
     if any(live < start or live <= end for live in after[:-1]):
         return None
-    dip = _dip(part, freeing, end) if len(order) <= MAX_MEMBERS else TOLERANCE + 1
-    tops = _tops(freeing, part.peak(order) - start) if dip <= TOLERANCE else {}
+    dip = _dip(part, freeing, end)
+    tops = _tops(freeing, part.peak(order) - start, tolerance) if dip <= tolerance else {}
     return _Hill(order=order, tops=tops, dip=dip)
 
 
@@ -101,11 +97,11 @@ def _dip(part: OrderGraph, freeing: OrderGraph, end: int) -> int:
     return max(below_start, below_end, 0)
 
 
-def _tops(freeing: OrderGraph, height: int) -> dict[int, int]:
+def _tops(freeing: OrderGraph, height: int, tolerance: int) -> dict[int, int]:
     """The operators that cannot run far below `height`, and by how much they can."""
     model = CutModel(freeing)
     lacks = {v: freeing.start_bytes() + height - model.cut(v).value for v in range(freeing.num_operators)}
-    return {v: max(lack, 0) for v, lack in lacks.items() if lack <= TOLERANCE}
+    return {v: max(lack, 0) for v, lack in lacks.items() if lack <= tolerance}
 
 
 def _top(graph: OrderGraph, members: Sequence[int], hill: _Hill, ancestors: Sequence[int]) -> int | None:
