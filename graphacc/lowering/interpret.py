@@ -166,4 +166,3 @@ def source_line(node: torch.fx.Node) -> str:
 
 def _is_operator(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
-

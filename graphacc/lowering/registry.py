@@ -68,7 +68,9 @@ def register(*overloads: torch._ops.OpOverload | str) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         for name in names:
             if name in _rules:
-                raise ValueError(f"{name} already has the lowering rule {_rules[name].__module__}.{_rules[name].__qualname__}: an operator has one rule")
+                raise ValueError(
+                    f"{name} already has the lowering rule {_rules[name].__module__}.{_rules[name].__qualname__}: an operator has one rule"
+                )
             _rules[name] = rule
         return rule
 

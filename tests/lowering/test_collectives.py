@@ -64,7 +64,9 @@ def test_all_reduce_and_reduce_scatter(group, op):
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_all_reduce_of_bool_and_integers(op):
     x = X.long() * 2**33
-    assert torch.equal(_run(lambda x: c10d.all_reduce(x, op, "fsdp"), x), _expected("fsdp", lambda m, _: REDUCTIONS[op](x[m]).long()))
+    assert torch.equal(
+        _run(lambda x: c10d.all_reduce(x, op, "fsdp"), x), _expected("fsdp", lambda m, _: REDUCTIONS[op](x[m]).long())
+    )
     flags = X > 3
     expected = _expected("fsdp", lambda m, _: flags[m].all(0) if op == "min" else flags[m].any(0))
     assert torch.equal(_run(lambda x: c10d.all_reduce(x, op, "fsdp"), flags), expected)
@@ -94,7 +96,9 @@ def test_coalesced_collectives():
         return torch.cat([*map(c10d.wait_tensor, (*reduced, *gathered, *scattered))])
 
     total = lambda members: X[members].sum(0)  # noqa: E731
-    expected = _expected("dp", lambda m, place: torch.cat([total(m), 2 * total(m), X[m].reshape(-1), total(m)[place * 8 : place * 8 + 8]]))
+    expected = _expected(
+        "dp", lambda m, place: torch.cat([total(m), 2 * total(m), X[m].reshape(-1), total(m)[place * 8 : place * 8 + 8]])
+    )
     assert torch.equal(_run(both, X), expected)
 
 
@@ -119,7 +123,9 @@ def test_a_sum_is_known_to_be_equal_everywhere():
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with x64():
         lowered = graphacc.lowering.lower(step)
-        total = jax.jit(jax.shard_map(lambda a: lowered(a[0])[0], mesh=mesh, in_specs=P(("dp", "fsdp")), out_specs=P()))(to_array(X))
+        total = jax.jit(jax.shard_map(lambda a: lowered(a[0])[0], mesh=mesh, in_specs=P(("dp", "fsdp")), out_specs=P()))(
+            to_array(X)
+        )
     assert np.asarray(total) == 2 * X.sum().item()
 
 

@@ -37,14 +37,23 @@ def test_missing_operators_are_listed_all_at_once_with_count_and_source_line(lib
     two = _define(library, "two", torch.cos)
     step = step_graph(lambda x: one(x) + two(one(x)), X)
     calls = [node for node in step.graph.nodes if node.target is one]
-    calls[0].meta["stack_trace"] = '  File "train.py", line 3, in <module>\n    loss = model(x)\n  File "model.py", line 12, in forward\n    y = one(x)\n'
+    calls[0].meta["stack_trace"] = (
+        '  File "train.py", line 3, in <module>\n    loss = model(x)\n  File "model.py", line 12, in forward\n    y = one(x)\n'
+    )
     found = graphacc.lowering.missing(step)
     assert [(item.op, item.count) for item in found] == [("lowering_test.one.default", 2), ("lowering_test.two.default", 1)]
     assert found[0].source == 'File "model.py", line 12, in forward: y = one(x)'
     with pytest.raises(LoweringError) as error:
         graphacc.lowering.lower(step)
     message = str(error.value)
-    for part in ("2 operators", "lowering_test.one.default (2×)", "model.py", "line 12", "lowering_test.two.default (1×)", "graphacc.lowering.register"):
+    for part in (
+        "2 operators",
+        "lowering_test.one.default (2×)",
+        "model.py",
+        "line 12",
+        "lowering_test.two.default (1×)",
+        "graphacc.lowering.register",
+    ):
         assert part in message
 
 
@@ -81,12 +90,17 @@ def test_register_wants_an_overload():
         graphacc.lowering.register(torch.ops.aten.add)
 
 
-@pytest.mark.parametrize(("rule", "text"), [(lambda ctx, x: x[:1], r"\[2, 3\], got torch.float32\[1, 3\]"), (lambda ctx, x: x > 0, r"got torch.bool\[2, 3\]")])
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [(lambda ctx, x: x[:1], r"\[2, 3\], got torch.float32\[1, 3\]"), (lambda ctx, x: x > 0, r"got torch.bool\[2, 3\]")],
+)
 def test_a_rule_with_a_wrong_shape_or_dtype_is_named(library, rule, text):
     wrong = _define(library, "wrong", torch.sin)
     graphacc.lowering.register(wrong)(rule)
     step = step_graph(wrong, X)
-    next(node for node in step.graph.nodes if node.target is wrong).meta["stack_trace"] = '  File "model.py", line 7, in forward\n    wrong(x)\n'
+    next(node for node in step.graph.nodes if node.target is wrong).meta["stack_trace"] = (
+        '  File "model.py", line 7, in forward\n    wrong(x)\n'
+    )
     with pytest.raises(LoweringError, match=rf"(?s)lowering_test.wrong.default.*model.py.*line 7.*{text}"):
         run_lowered(step, X)
 
@@ -129,7 +143,11 @@ def test_the_hlo_names_the_module():
 
 
 def test_every_rule_names_an_operator_that_exists():
-    absent = {name for name in registry.registered() | set(registry.refused()) if not name.startswith("transformers.") and _resolve(name) is None}
+    absent = {
+        name
+        for name in registry.registered() | set(registry.refused())
+        if not name.startswith("transformers.") and _resolve(name) is None
+    }
     assert absent == set()
 
 

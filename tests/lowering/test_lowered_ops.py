@@ -24,7 +24,10 @@ def _tensors(dtype, groups):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(("mask", "dropout", "causal"), [("none", False, False), ("none", False, True), ("bool", True, False), ("added", False, True), ("row", True, True)])
+@pytest.mark.parametrize(
+    ("mask", "dropout", "causal"),
+    [("none", False, False), ("none", False, True), ("bool", True, False), ("added", False, True), ("row", True, True)],
+)
 def test_sdpa_and_its_backward(dtype, groups, mask, dropout, causal):
     q, k, v = _tensors(dtype, groups)
     mask = _mask(mask)

@@ -25,8 +25,14 @@ LOW_PRECISION = "add sub mul div exp log tanh sigmoid nn.functional.gelu softmax
 
 # Which of its results are determined; None: only shapes and dtypes are compared.
 UNDETERMINED = {
-    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), (None, "contents are undefined")),
-    **dict.fromkeys(("sort", "topk", "kthvalue", "mode", "median", "nanmedian", "msort"), (slice(1), "ties may come in any order: the values count")),
+    **dict.fromkeys(
+        ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        (None, "contents are undefined"),
+    ),
+    **dict.fromkeys(
+        ("sort", "topk", "kthvalue", "mode", "median", "nanmedian", "msort"),
+        (slice(1), "ties may come in any order: the values count"),
+    ),
     "argsort": (None, "ties may come in any order"),
     "linalg.eigh": (slice(1), "eigenvectors are unique up to their sign; test_linalg.py rebuilds the matrix"),
     "linalg.eig": (slice(1), "eigenvectors are unique up to their phase"),

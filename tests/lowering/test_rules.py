@@ -53,7 +53,9 @@ def test_nan_in_elementwise_extremes(function):
     check_lowering(function, FLOATS, OTHERS)
 
 
-@pytest.mark.parametrize("function", [torch.amax, torch.amin, torch.max, torch.min, torch.argmax, torch.argmin, torch.median, torch.cummax, torch.sort])
+@pytest.mark.parametrize(
+    "function", [torch.amax, torch.amin, torch.max, torch.min, torch.argmax, torch.argmin, torch.median, torch.cummax, torch.sort]
+)
 def test_nan_in_reductions(function):
     x = torch.tensor([[1.0, NAN, 3.0], [4.0, 2.0, 2.0], [-INF, INF, 0.0]])
     check_lowering(lambda x: function(x, dim=1), x)
@@ -149,7 +151,9 @@ def test_convolution_and_its_gradients(case):
     check_lowering(lambda g, x, w: aten.convolution_backward(g, x, w, [channels], *config, [False, True, False]), grad, x, weight)
 
 
-@pytest.mark.parametrize("config", [(3, 2, 1, 1, False), (2, 2, 0, 1, True), ([3, 2], [1, 2], [1, 0], [2, 1], False), (3, 2, 1, 1, True)])
+@pytest.mark.parametrize(
+    "config", [(3, 2, 1, 1, False), (2, 2, 0, 1, True), ([3, 2], [1, 2], [1, 0], [2, 1], False), (3, 2, 1, 1, True)]
+)
 def test_max_pool_and_its_gradient(config):
     x = torch.randn(2, 3, 9, 10)
     x[0, 0, 2, 3] = NAN
@@ -158,7 +162,9 @@ def test_max_pool_and_its_gradient(config):
     check_lowering(lambda g, x, i: aten.max_pool2d_with_indices_backward(g, x, *config, i), torch.randn_like(out), x, indices)
 
 
-@pytest.mark.parametrize("config", [(3, 2, 1, False, True, None), (3, 2, 1, True, False, None), (2, 2, 0, True, True, 3), (7, 3, 3, True, True, None)])
+@pytest.mark.parametrize(
+    "config", [(3, 2, 1, False, True, None), (3, 2, 1, True, False, None), (2, 2, 0, True, True, 3), (7, 3, 3, True, True, None)]
+)
 def test_avg_pool_and_its_gradient(config):
     x = torch.randn(2, 3, 9, 10)
     config = ([config[0]] * 2, [config[1]] * 2, [config[2]] * 2, *config[3:])
@@ -248,7 +254,15 @@ def test_layer_norm_and_its_gradient(dtype):
     x, weight, bias, grad = (torch.randn(shape).to(dtype) for shape in ((2, 3, 8), (8,), (8,), (2, 3, 8)))
     check_lowering(lambda x, w, b: aten.native_layer_norm(x, [8], w, b, 1e-5), x, weight, bias)
     _, mean, rstd = aten.native_layer_norm(x, [8], weight, bias, 1e-5)
-    check_lowering(lambda g, x, m, r, w, b: aten.native_layer_norm_backward(g, x, [8], m, r, w, b, [True] * 3), grad, x, mean, rstd, weight, bias)
+    check_lowering(
+        lambda g, x, m, r, w, b: aten.native_layer_norm_backward(g, x, [8], m, r, w, b, [True] * 3),
+        grad,
+        x,
+        mean,
+        rstd,
+        weight,
+        bias,
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -271,7 +285,23 @@ def test_group_norm_gradient():
     check_lowering(lambda *a: aten.native_group_norm_backward(*a, 2, 6, 5, 3, [True] * 3), grad, x, mean, rstd, weight)
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "softplus", "elu", "leaky_relu", "hardswish", "hardsigmoid", "mish", "hardtanh", "log_softmax", "softmax", "glu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gelu",
+        "silu",
+        "softplus",
+        "elu",
+        "leaky_relu",
+        "hardswish",
+        "hardsigmoid",
+        "mish",
+        "hardtanh",
+        "log_softmax",
+        "softmax",
+        "glu",
+    ],
+)
 def test_gradients_of_activations(name):
     function = getattr(torch.nn.functional, name)
     kwargs = {"dim": -1} if name in ("log_softmax", "softmax", "glu") else {}

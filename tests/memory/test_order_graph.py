@@ -83,14 +83,14 @@ def test_cones_lose_no_more_than_they_say(tolerance):
 
 
 def test_an_adam_update_becomes_few_operators():
-    """m and v each in one go, then the parameter: what ROAM calls scheduling a weight update."""
+    """m and v each in one go, then the parameter: the pieces that ROAM calls weight updates."""
     names = ["param", "m", "v"]
     buffers = [Buffer(name=name, size=100, is_input=True, is_output=True) for name in names]
-    buffers += [Buffer(name="grad", size=100)] + [Buffer(name=f"t{i}", size=100) for i in range(8)]
+    buffers += [Buffer(name="grad", size=100)] + [Buffer(name=f"t{i}", size=100) for i in range(9)]
     param, m, v, grad, *temps = range(len(buffers))
     steps = [
         ((param,), grad),  # stands for the backward
-        ((m,), temps[0]), ((grad,), temps[1]), ((temps[0], temps[1]), m),
+        ((m, grad), temps[0]), ((temps[0],), temps[1]), ((m, grad), temps[8]), ((temps[1], temps[8]), m),  # lerp
         ((v,), temps[2]), ((grad,), temps[3]), ((temps[3], grad), temps[4]), ((temps[2], temps[4]), v),
         ((v,), temps[5]), ((m,), temps[6]), ((temps[6], temps[5]), temps[7]), ((param, temps[7]), param),
     ]  # fmt: skip

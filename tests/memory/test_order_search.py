@@ -173,7 +173,7 @@ def test_no_time_still_gives_an_order_and_a_bound():
 
 
 def test_ten_thousand_operators():
-    problem = layered_training_problem(num_layers=400, rng=random.Random(1))
+    problem = layered_training_problem(num_layers=440, rng=random.Random(1))
     assert len(problem.operators) > 10_000
     graph = compile_problem(problem)
     plan = solve_order(problem, seconds=10)

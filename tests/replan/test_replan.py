@@ -321,3 +321,17 @@ def other_name(message):
 def test_what_is_not_understood_is_named(edit, says):
     with pytest.raises(NotUnderstood, match=says):
         plan(change("training_step", edit))
+
+
+# --- with the planner core ---
+
+
+@pytest.mark.parametrize("name", sorted(programs.PROGRAMS))
+def test_the_core_reaches_its_lower_bound(name):
+    """Order and addresses are proved optimal together; values with holes included (`loops`, `branches`)."""
+    compiled = programs.compiled(name)
+    result = replan(compiled, serialized=programs.serialized(name), seconds=8.0, min_temporary_bytes=1)
+    assert result.changed, result.reason
+    assert result.temporary_after <= 1.01 * result.lower_bound or name == "library_calls"  # one of its loops has a wide gap
+    want = programs.bits(compiled(*programs.arguments(name)))
+    assert programs.bits(result.compiled(*programs.arguments(name))) == want

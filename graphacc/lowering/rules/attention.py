@@ -85,7 +85,9 @@ def _sdpa_backward(ctx, grad, q, k, v, mask, dropout_mask, out, lse, is_causal, 
 
 def _check_no_dropout(dropout_p):
     if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p} draws random numbers: capture must turn this attention into graphacc::sdpa first")
+        raise ValueError(
+            f"dropout_p={dropout_p} draws random numbers: capture must turn this attention into graphacc::sdpa first"
+        )
 
 
 def _scale(q, scale):

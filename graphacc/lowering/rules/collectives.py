@@ -115,7 +115,9 @@ def _reduce_scatter_list(ctx, inputs, reduce_op, group_size, group_name):
 @register("_c10d_functional.all_to_all_single.default")
 def _all_to_all(ctx, x, output_split_sizes, input_split_sizes, group_name):
     if len({*output_split_sizes, *input_split_sizes}) > 1:
-        raise ValueError(f"all_to_all_single with unequal splits {input_split_sizes} -> {output_split_sizes}: pad them to equal sizes")
+        raise ValueError(
+            f"all_to_all_single with unequal splits {input_split_sizes} -> {output_split_sizes}: pad them to equal sizes"
+        )
     return lax.all_to_all(x, axes_of(group_name), split_axis=0, concat_axis=0, tiled=True)
 
 

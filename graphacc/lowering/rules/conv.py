@@ -55,7 +55,9 @@ def convolution(ctx, x, weight, bias, stride, padding, dilation, transposed, out
 
 
 @register("aten.convolution_backward.default")
-def _convolution_backward(ctx, grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+def _convolution_backward(
+    ctx, grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+):
     static = (stride, padding, dilation, transposed, output_padding, groups)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -75,7 +77,12 @@ def im2col(ctx, x, kernel_size, dilation, padding, stride):
 
 def _im2col(x, kernel_size, dilation, padding, stride):
     patches = lax.conv_general_dilated_patches(
-        x if x.ndim == 4 else x[None], tuple(kernel_size), tuple(stride), [(p, p) for p in padding], rhs_dilation=tuple(dilation), precision=lax.Precision.HIGHEST
+        x if x.ndim == 4 else x[None],
+        tuple(kernel_size),
+        tuple(stride),
+        [(p, p) for p in padding],
+        rhs_dilation=tuple(dilation),
+        precision=lax.Precision.HIGHEST,
     )
     return patches.reshape(*patches.shape[:2], patches.shape[2] * patches.shape[3])
 

@@ -14,7 +14,12 @@ _BINARY = {
     "sub": {"Scalar": "sub.Scalar", "List": "sub.Tensor", "ScalarList": "sub.Scalar"},
     "mul": {"Scalar": "mul.Scalar", "List": "mul.Tensor", "ScalarList": "mul.Scalar", "Tensor": "mul.Tensor"},
     "div": {"Scalar": "div.Scalar", "List": "div.Tensor", "ScalarList": "div.Scalar", "Tensor": "div.Tensor"},
-    "pow": {"Scalar": "pow.Tensor_Scalar", "List": "pow.Tensor_Tensor", "ScalarList": "pow.Tensor_Scalar", "ScalarAndTensor": "pow.Scalar"},
+    "pow": {
+        "Scalar": "pow.Tensor_Scalar",
+        "List": "pow.Tensor_Tensor",
+        "ScalarList": "pow.Tensor_Scalar",
+        "ScalarAndTensor": "pow.Scalar",
+    },
     "maximum": {"Scalar": "clamp_min.default", "List": "maximum.default", "ScalarList": "clamp_min.default"},
     "minimum": {"Scalar": "clamp_max.default", "List": "minimum.default", "ScalarList": "clamp_max.default"},
     "clamp_min": {"Scalar": "clamp_min.default", "List": "maximum.default", "ScalarList": "clamp_min.default"},

@@ -163,7 +163,11 @@ def _scatter(x, dim, index, source, method):
     source = cast(source, x.dtype)
     if source.ndim:
         source = source[tuple(slice(n) for n in index.shape)]
-    if method == "set" and index.shape[dim] == 1 and all(n == m for d, (n, m) in enumerate(zip(index.shape, x.shape)) if d != dim):
+    if (
+        method == "set"
+        and index.shape[dim] == 1
+        and all(n == m for d, (n, m) in enumerate(zip(index.shape, x.shape)) if d != dim)
+    ):
         # One element per line: a comparison that fuses with its neighbours (the gradient of a cross-entropy).
         return jnp.where(lax.broadcasted_iota(index.dtype, x.shape, dim) == index, source, x).reshape(shape)
     return _write(x, _positions(index, dim), source, method).reshape(shape)
@@ -214,12 +218,16 @@ def _reduce_into(ctx, x, reduce, include_self, update):
 
 @register("aten.scatter_reduce.two")
 def _scatter_reduce(ctx, x, dim, index, source, reduce, *, include_self=True):
-    return _reduce_into(ctx, x, reduce, include_self, lambda a, value, how: _scatter(a, dim, index, source if value is None else value, how))
+    return _reduce_into(
+        ctx, x, reduce, include_self, lambda a, value, how: _scatter(a, dim, index, source if value is None else value, how)
+    )
 
 
 @register("aten.index_reduce.default")
 def _index_reduce(ctx, x, dim, index, source, reduce, *, include_self=True):
-    return _reduce_into(ctx, x, reduce, include_self, lambda a, value, how: _at(a, dim, index, source if value is None else value, how))
+    return _reduce_into(
+        ctx, x, reduce, include_self, lambda a, value, how: _at(a, dim, index, source if value is None else value, how)
+    )
 
 
 @register("aten.take.default")
@@ -243,7 +251,18 @@ def _masked_scatter(ctx, x, mask, source):
 
 
 @register("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
-def _embedding_bag(ctx, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, per_sample_weights=None, last=False, padding_idx=-1):
+def _embedding_bag(
+    ctx,
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    mode=0,
+    sparse=False,
+    per_sample_weights=None,
+    last=False,
+    padding_idx=-1,
+):
     """Sum (mode 0), mean (1) or maximum (2) of the rows of each bag. Bags start at `offsets`; with `last`, the final one ends there."""
     bags = ctx.element(0).shape[0]
     bag = jnp.searchsorted(offsets, lax.iota(offsets.dtype, indices.shape[0]), side="right") - 1

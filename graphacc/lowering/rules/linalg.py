@@ -199,7 +199,9 @@ def _solve(ctx, a, b, *, left=True, check_errors=False):
 def _sign_log_det(lu, pivots):
     diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
     swaps = jnp.sum(pivots != np.arange(1, lu.shape[-1] + 1), axis=-1)
-    sign = jnp.where(swaps % 2 == 0, 1, -1).astype(lu.dtype) * jnp.prod(diagonal / jnp.where(diagonal == 0, 1, jnp.abs(diagonal)), -1)
+    sign = jnp.where(swaps % 2 == 0, 1, -1).astype(lu.dtype) * jnp.prod(
+        diagonal / jnp.where(diagonal == 0, 1, jnp.abs(diagonal)), -1
+    )
     return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), -1)
 
 

@@ -100,7 +100,9 @@ def _addr(ctx, x, a, b, *, beta=1, alpha=1):
 def _trilinear(ctx, a, b, c, expand1, expand2, expand3, sumdim, unroll_dim=1):
     a, b, c = (jnp.expand_dims(x, tuple(dims)) for x, dims in ((a, expand1), (b, expand2), (c, expand3)))
     ndim = a.ndim
-    result = jnp.einsum(a, range(ndim), b, range(ndim), c, range(ndim), [d for d in range(ndim) if d not in sumdim], precision=precision())
+    result = jnp.einsum(
+        a, range(ndim), b, range(ndim), c, range(ndim), [d for d in range(ndim) if d not in sumdim], precision=precision()
+    )
     return cast(result, ctx.dtype)
 
 
@@ -139,7 +141,9 @@ def grouped_outer(x, grad, ends):
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    return cast(lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)
+    return cast(
+        lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype
+    )
 
 
 @register("transformers.grouped_mm_fallback.default")

@@ -35,7 +35,9 @@ def _log_softmax(ctx, x, dim, half_to_float=False):
 def _softmax_backward(ctx, grad, output, dim, input_dtype):
     grad, output = (cast(x, wide(x.dtype)) for x in (grad, output))
     product = grad * output
-    return cast(product - output * jnp.sum(product, axis=dim, keepdims=True) if product.ndim else jnp.zeros_like(product), ctx.dtype)
+    return cast(
+        product - output * jnp.sum(product, axis=dim, keepdims=True) if product.ndim else jnp.zeros_like(product), ctx.dtype
+    )
 
 
 @register("aten._log_softmax_backward_data.default")

@@ -146,7 +146,9 @@ def _power(a, b):
 
 
 def _heaviside(x, value):
-    return jnp.where(jnp.isnan(x), x, jnp.where(x == 0, value, (x > 0).astype(x.dtype))) if is_float(x) else jnp.heaviside(x, value)
+    return (
+        jnp.where(jnp.isnan(x), x, jnp.where(x == 0, value, (x > 0).astype(x.dtype))) if is_float(x) else jnp.heaviside(x, value)
+    )
 
 
 def _left_shift(a, b):
@@ -199,7 +201,14 @@ _BINARY = {
     "__xor__": jnp.bitwise_xor,
     "special_xlog1py": lambda x, y: jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * jnp.log1p(y))),
 }
-_COMPARISONS = {"eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater, "ge": jnp.greater_equal}
+_COMPARISONS = {
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+}
 _LOGICAL = {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}
 _BINARY_OVERLOADS = {
     "copysign": ("Tensor", "Scalar"),

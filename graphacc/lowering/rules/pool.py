@@ -93,7 +93,9 @@ def _max_pool_backward(spatial, ctx, grad, x, kernel_size, stride, padding, dila
 
 def _register(table):
     for name, (rule, spatial) in table.items():
-        register(f"aten.{name}.default")(lambda ctx, *args, _rule=rule, _spatial=spatial, **kwargs: _rule(_spatial, ctx, *args, **kwargs))
+        register(f"aten.{name}.default")(
+            lambda ctx, *args, _rule=rule, _spatial=spatial, **kwargs: _rule(_spatial, ctx, *args, **kwargs)
+        )
 
 
 def _avg_counts(window, count_include_pad, divisor) -> np.ndarray:
@@ -116,7 +118,9 @@ def _window_sum(window, x):
     if math.prod(window.kernel) <= _MOST_SLICES:
         return sum(window.read(padded, offset) for offset in window.offsets())
     lead = (1,) * (x.ndim - window.spatial)
-    result = lax.reduce_window(padded, np.zeros((), x.dtype), lax.add, lead + tuple(window.kernel), lead + tuple(window.stride), "VALID")
+    result = lax.reduce_window(
+        padded, np.zeros((), x.dtype), lax.add, lead + tuple(window.kernel), lead + tuple(window.stride), "VALID"
+    )
     return result[(..., *(slice(n) for n in window.out))]
 
 

@@ -33,7 +33,12 @@ def _register_reductions():
     for name, function in {"amax": jnp.max, "amin": jnp.min}.items():
         register(f"aten.{name}.default", f"prims.{name}.default")(functools.partial(_reduce, function))
     tables = {"sum": jnp.sum, "nansum": jnp.nansum, "mean": jnp.mean, "prod": jnp.prod}
-    overloads = {"sum": ("default", "dim_IntList"), "nansum": ("default",), "mean": ("default", "dim"), "prod": ("default", "dim_int")}
+    overloads = {
+        "sum": ("default", "dim_IntList"),
+        "nansum": ("default",),
+        "mean": ("default", "dim"),
+        "prod": ("default", "dim_int"),
+    }
     for name, function in tables.items():
         register(*(f"aten.{name}.{overload}" for overload in overloads[name]))(functools.partial(_reduce_in_result, function))
     register("prims.sum.default")(functools.partial(_reduce_in_result, jnp.sum))

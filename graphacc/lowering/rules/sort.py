@@ -111,7 +111,9 @@ def _nanmedian(ctx, x):
 
 @register("aten.kthvalue.default")
 def _kthvalue(ctx, x, k, dim=-1, keepdim=False):
-    return _select_order(x, dim, keepdim, lambda values, _: jnp.full([1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)], k - 1))
+    return _select_order(
+        x, dim, keepdim, lambda values, _: jnp.full([1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)], k - 1)
+    )
 
 
 @register("aten.mode.default")

@@ -90,7 +90,7 @@ class _Search:
         self.path = trunk(self.graph)
         self.best: Order = ()
         self.peak = self.bound = 0
-        self.source = ""
+        self.source = "no size is negative"
         self.reduced_orders: dict[Order, int] = {}  # with their peaks, the lowest first
         self.reduced_bound = 0
         self.unproved = sys.maxsize  # the least target that is not disproved although that was tried
