@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         "id,lower,upper,size with half-open live ranges; a column offset fixes the buffers where it is not empty.",
     )
     plan.add_argument("file", metavar="FILE")
-    plan.add_argument("--capacity", type=int, metavar="N", help="decide whether N bytes suffice; otherwise the height is minimised")
+    plan.add_argument("--capacity", type=int, metavar="N", help="decide whether N bytes suffice; without it, minimise")
     plan.add_argument("--alignment", type=int, default=1, metavar="N", help="every offset is a multiple of N bytes (default 1)")
     plan.add_argument("--output", metavar="FILE", help="write the solution: the same columns and offset")
     plan.add_argument("--picture", metavar="FILE", help="draw the solution; the name ends in .png or .html")

@@ -413,10 +413,7 @@ class Engine:
             if item.kind not in (Kind.PARAM, Kind.BUFFER):
                 continue
             handle = self.handles.get(item.target)
-            if handle is None:
-                if not self.programs.holds(item.kind, item.target):
-                    self.programs.put(compiled, item.kind, item.target, compiled.graph.constants[item.target])
-            elif handle.host_is_newer or not self.programs.holds(item.kind, item.target):
+            if handle is not None and (handle.host_is_newer or not self.programs.holds(item.kind, item.target)):
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
 

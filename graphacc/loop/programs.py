@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 
+import jax
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class Compiled:
     reason: str  # why it was compiled
     graph: StepGraph  # as it was lowered: local along the data axes
     program: Program
+    constants: dict[str, jax.Array]  # target -> tensor that the trace lifted; its own, for names repeat between programs
     capture_seconds: float
     pass_seconds: float
     compile_seconds: float
@@ -73,8 +75,7 @@ class Programs:
             For each output that is no state, a function that fetches the value to the host.
         """
         graph = compiled.graph
-        arguments = [self.state.get(item) if item.kind in STATE_KINDS else self._feed(item, feeds[item.kind, item.target]) for item in graph.inputs]
-        results = compiled.program(*arguments)
+        results = compiled.program(*(self._argument(compiled, item, feeds) for item in graph.inputs))
         fetch = {}
         for item, array in zip(graph.outputs, results):
             if item.kind in STATE_KINDS:
@@ -82,6 +83,11 @@ class Programs:
             else:
                 fetch[item.kind, item.target] = _fetcher(array, item)
         return fetch
+
+    def _argument(self, compiled: Compiled, item: Input, feeds: Mapping[tuple[Kind, str], object]) -> jax.Array:
+        if item.target in compiled.constants:
+            return compiled.constants[item.target]
+        return self.state.get(item) if item.kind in STATE_KINDS else self._feed(item, feeds[item.kind, item.target])
 
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
@@ -119,6 +125,9 @@ class Programs:
             reason=reason,
             graph=graph,
             program=program,
+            constants={
+                item.target: to_device(graph.constants[item.target], item, self.mesh) for item in graph.inputs if item.target in graph.constants
+            },
             capture_seconds=captured - start,
             pass_seconds=passed - captured,
             compile_seconds=time.perf_counter() - passed,

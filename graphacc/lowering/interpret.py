@@ -60,7 +60,8 @@ def check_rules(graph: torch.fx.Graph) -> None:
         if item.reason:
             lines.append(f"    {item.reason}")
     lines.append(
-        "Register a rule for an operator with @graphacc.lowering.register(torch.ops.<namespace>.<name>.<overload>) (see its docstring), "
+        "Register a rule for an operator with @graphacc.lowering.register(torch.ops.<namespace>.<name>.<overload>) "
+        "(see its docstring), "
         "write it as a composite of ATen operators, or leave it out of the model."
     )
     raise LoweringError("\n".join(lines))

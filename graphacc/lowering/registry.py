@@ -68,9 +68,8 @@ def register(*overloads: torch._ops.OpOverload | str) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         for name in names:
             if name in _rules:
-                raise ValueError(
-                    f"{name} already has the lowering rule {_rules[name].__module__}.{_rules[name].__qualname__}: an operator has one rule"
-                )
+                owner = f"{_rules[name].__module__}.{getattr(_rules[name], '__qualname__', 'a table')}"
+                raise ValueError(f"{name} already has a lowering rule, of {owner}: an operator has one rule")
             _rules[name] = rule
         return rule
 

@@ -9,7 +9,7 @@ all v bounds the peak of every order, and the cut itself says what to run before
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from ortools.graph.python import max_flow
@@ -39,18 +39,18 @@ class CutModel:
         self._tails, self._heads, self._sizes = self._arcs()
         self._num_nodes = 2 + graph.num_operators + len(graph.sizes)
 
-    def cut(self, v: int, *, after: int | None = None, before: int | None = None) -> Cut:
+    def cut(self, v: int, *, after: Iterable[int] = (), before: Iterable[int] = ()) -> Cut:
         """The minimum over what may run before v of the memory while v runs.
 
         Args:
             v: an operator.
-            after, before: only orders in which v runs after this operator, or before it.
+            after, before: only orders in which v runs after all of these operators, or before all of them.
         """
         inside, outside = self.ancestors[v], self.descendants[v] | 1 << v
-        if after is not None:
-            inside |= self.ancestors[after] | 1 << after
-        if before is not None:
-            outside |= self.descendants[before] | 1 << before
+        for u in after:
+            inside |= self.ancestors[u] | 1 << u
+        for u in before:
+            outside |= self.descendants[u] | 1 << u
         live, downset = self.least(inside, outside)
         return Cut(value=live + self.graph.new[v] + self.graph.workspace[v], before=downset)
 

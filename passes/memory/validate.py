@@ -50,7 +50,8 @@ def check_addresses(problem: AddressProblem, offsets: Sequence[int]) -> int:
         if offset % problem.alignment:
             raise PlanError(f"alignment: buffer {buffer.name!r} is at {offset}, not a multiple of {problem.alignment}")
         if problem.capacity is not None and offset + buffer.size > problem.capacity:
-            raise PlanError(f"capacity: buffer {buffer.name!r} ends at {offset + buffer.size}, the capacity is {problem.capacity}")
+            end = offset + buffer.size
+            raise PlanError(f"capacity: buffer {buffer.name!r} ends at {end}, the capacity is {problem.capacity}")
     _check_disjoint(problem.buffers, offsets)
     return max((offset + b.size for b, offset in zip(problem.buffers, offsets, strict=True)), default=0)
 
@@ -134,7 +135,8 @@ def _dependencies(problem: Problem) -> list[tuple[int, int, str]]:
             if buffer in operator.reads and writer is not None:
                 found.append((writer, i, f"reads {value.name!r}, which the other writes"))
             if buffer in operator.writes:
-                found.extend((reader, i, f"overwrites {value.name!r}, which the other reads") for reader in readers if reader != i)
+                why = f"overwrites {value.name!r}, which the other reads"
+                found.extend((reader, i, why) for reader in readers if reader != i)
                 if writer is not None:
                     found.append((writer, i, f"writes {value.name!r} after the other"))
                 writer, readers = i, []

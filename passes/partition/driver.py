@@ -85,7 +85,7 @@ class _Partitioner:
         inputs = tuple(self._signature(item, self.home[node]) for node, item in zip(self.step.placeholders, self.step.inputs))
         self.build.graph.lint()
         module = torch.fx.GraphModule(torch.nn.Module(), self.build.graph)
-        return StepGraph(module, inputs, outputs), self.build.report
+        return StepGraph(module, inputs, outputs, self.step.constants), self.build.report
 
     # Inputs and outputs
 

@@ -384,6 +384,20 @@ def test_max_grad_norm_equals_clipping_in_the_loop():
         assert relative_error(model.state_dict()[name], value) < 1e-4, name
 
 
+@pytest.mark.parametrize("strategy", [None, "fsdp=2", "dp=2"], ids=lambda text: text or "one device")
+def test_constants_of_a_forward_belong_to_its_program(strategy):
+    """Tensors made in the forward are lifted under the same names in training and evaluation, with other values."""
+
+    class Weighted(Net):
+        def forward(self, x):
+            weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0] if self.training else [5.0, 4.0, 3.0, 2.0, 1.0])
+            return self.second(torch.relu(self.norm(self.first(x)))) * weights
+
+    reference = Weighted()
+    model = compiled(copy.deepcopy(reference), strategy)
+    assert relative_error(flatten(evaluated_between(model)), flatten(evaluated_between(reference))) < 1e-5
+
+
 def test_train_step_is_the_loop():
     reference = Net()
     model = copy.deepcopy(reference)

@@ -21,7 +21,10 @@ with warnings.catch_warnings():
 SAMPLES = 3
 FLOOR_OP_DB = 0.85
 FLOOR_CORE = 0.92
-LOW_PRECISION = "add sub mul div exp log tanh sigmoid nn.functional.gelu softmax sum mean cumsum matmul addmm where clamp scatter_add index_put sort".split()
+LOW_PRECISION = (
+    "add sub mul div exp log tanh sigmoid nn.functional.gelu softmax sum mean cumsum matmul addmm "
+    "where clamp scatter_add index_put sort"
+).split()
 
 # Which of its results are determined; None: only shapes and dtypes are compared.
 UNDETERMINED = {
@@ -41,7 +44,7 @@ UNDETERMINED = {
     "chalf": ("raises", "jax has no complex32"),
 }
 UNTRACEABLE = (*data_dependent_errors(), *dynamic_shape_errors())
-# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts, effects (checks of linalg, torch 2.13).
+# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts, effects (linalg's checks on 2.13).
 UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse", "token for effect")
 
 

@@ -314,6 +314,39 @@ def test_gradients_of_activations(name):
     check_lowering(gradient, x)
 
 
+F = torch.nn.functional
+GRADIENTS = {
+    "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().abs() / 5),
+    "bce_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().abs() / 5),
+    "mse": lambda x: F.mse_loss(x, x.detach() * 2, reduction="sum"),
+    "smooth_l1": lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0.7),
+    "huber": lambda x: F.huber_loss(x, x.detach() * 2, delta=0.7),
+    "soft_margin": lambda x: F.soft_margin_loss(x, x.detach().sign()),
+    "log_sigmoid": F.logsigmoid,
+    "logit": lambda x: torch.logit(x.sigmoid(), 1e-3),
+    "prelu": lambda x: F.prelu(x, x[0, 0, :1].abs()),
+    "reflect1d": lambda x: F.pad(x, (2, 1), mode="reflect"),
+    "reflect2d": lambda x: F.pad(x[None], (2, 1, 1, 0), mode="reflect"),
+    "reflect3d": lambda x: F.pad(x[None, None], (2, 1, 1, 0, 1, 1), mode="reflect"),
+    "rms_norm": lambda x: F.rms_norm(x, [6], x[0, 0]),
+    "unfold": lambda x: x.unfold(2, 3, 2),
+    "diagonal": lambda x: x.diagonal(1, 1, 2),
+    "select": lambda x: x.select(1, 2) * x[:, 0, ::1],
+    "strided_slice": lambda x: x[:, 1:4:2, -3:],
+    "im2col": lambda x: F.unfold(x[None], 2, padding=1, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_losses_pads_and_views(name, dtype):
+    def gradient(x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(GRADIENTS[name](x).float().square().sum(), x)[0]
+
+    check_lowering(gradient, torch.linspace(-4.1, 4.3, 48).reshape(2, 4, 6).to(dtype))
+
+
 def test_foreach_lists():
     x, y = [torch.rand(2, 3) + 1, torch.rand(4) + 1], [torch.rand(2, 3) + 1, torch.rand(4) + 1]
     calls = [

@@ -9,12 +9,12 @@ RULES = frozenset({"floor", "first", "support", "deadline", "parts"})
 INFINITY = 1 << 62
 
 
-def random_problem(rng: random.Random, *, num_buffers: int, max_size: int = 9, num_fixed: int = 0, alignment: int = 1) -> AddressProblem:
+def random_problem(rng: random.Random, *, num_buffers: int, num_fixed: int = 0, alignment: int = 1) -> AddressProblem:
     """Random live ranges; the fixed buffers are stacked from 0."""
     buffers, top = [], 0
     for i in range(num_buffers):
         lower = rng.randrange(10)
-        size, offset = rng.randint(1, max_size), None
+        size, offset = rng.randint(1, 9), None
         if i < num_fixed:
             offset, top = top, -(-(top + size) // alignment) * alignment + alignment * rng.randrange(2)
         buffers.append(LiveBuffer(name=str(i), lower=lower, upper=lower + rng.randint(1, 6), size=size, offset=offset))
@@ -23,7 +23,7 @@ def random_problem(rng: random.Random, *, num_buffers: int, max_size: int = 9, n
 
 
 def cut_problem(rng: random.Random, *, num_buffers: int, time: int = 2000, height: int = 1024) -> AddressProblem:
-    """A rectangle of time * addresses cut into buffers without waste: it fits `height`, its largest live set, and nothing less."""
+    """A rectangle of time * addresses cut into buffers without waste: it fits `height`, its largest live set."""
     pieces = [(0, time, 0, height)]
     while len(pieces) < num_buffers:
         left, right, low, high = pieces.pop(rng.randrange(len(pieces)))
@@ -41,12 +41,12 @@ def cut_problem(rng: random.Random, *, num_buffers: int, time: int = 2000, heigh
     )
 
 
-def filled_problem(rng: random.Random, *, time: int = 14, height: int = 16, max_life: int = 6, max_size: int = 6) -> AddressProblem:
+def filled_problem(rng: random.Random, *, time: int = 14, height: int = 16, max_size: int = 6) -> AddressProblem:
     """Random buffers, as many as the load `height` has room for: hard to fit at their largest live set."""
     buffers, load = [], [0] * time
     for i in range(400):
         lower, size = rng.randrange(time), rng.randint(1, max_size)
-        upper = min(time, lower + rng.randint(1, max_life))
+        upper = min(time, lower + rng.randint(1, 6))
         if all(load[t] + size <= height for t in range(lower, upper)):
             load[lower:upper] = [load[t] + size for t in range(lower, upper)]
             buffers.append(LiveBuffer(name=str(i), lower=lower, upper=upper, size=size))
@@ -194,7 +194,10 @@ class Search:
             if child.place(item):
                 rest = [i for i in items if not child.placed[i]]
                 cut = any(not self._crosses(child, s) for s in range(child.first[item] + 1, child.last[item]))
-                solved = self._parts(child, rest) if cut and "parts" in child.rules else self._solve(child, rest) if rest else child.lowest
+                if cut and "parts" in child.rules:
+                    solved = self._parts(child, rest)
+                else:
+                    solved = self._solve(child, rest) if rest else child.lowest
                 if solved is not None:
                     return solved
             if not state.skip(item):
@@ -202,7 +205,8 @@ class Search:
 
     def _parts(self, state: State, items) -> list[int] | None:
         cuts = [s for s in state.sections if "parts" in state.rules and not self._crosses(state, s)]
-        groups = itertools.groupby(sorted(items, key=lambda i: state.first[i]), key=lambda i: sum(c <= state.first[i] for c in cuts))
+        in_time = sorted(items, key=lambda i: state.first[i])
+        groups = itertools.groupby(in_time, key=lambda i: sum(cut <= state.first[i] for cut in cuts))
         parts = [sorted(group) for _, group in groups]
         solution = state.lowest
         for part in sorted(parts, key=len):

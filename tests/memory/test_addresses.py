@@ -10,6 +10,7 @@ import pytest
 from address_reference import cut_problem, filled_problem, optimal_height, random_problem
 from graphacc.errors import PlanError
 from graphacc.passes.memory.addresses import best_fit, native, portfolio, solve_addresses
+from graphacc.passes.memory.addresses.orders import KEYS, static_orders
 from graphacc.passes.memory.addresses.packing import pack
 from graphacc.passes.memory.addresses.portfolio import luby
 from graphacc.passes.memory.addresses.repair import reorder, repair
@@ -133,15 +134,17 @@ def test_a_published_instance_is_solved_optimally(name, height):
     assert (plan.status, plan.height, plan.lower_bound) == (Status.OPTIMAL, height, height)
 
 
-def test_a_large_trace_is_lowered_by_reordering_and_repair():
+def test_a_large_trace_is_lowered_by_reordering_and_then_by_repair():
+    """18,692 buffers. The plain skyline is 0.76 % above the bound."""
     packing = pack(instance("pangu_2.6B.csv"))
-    order = np.argsort(-packing.lifetime * packing.size, kind="stable")
+    order = static_orders(packing)[KEYS.index("ATW")]
     start = native.skyline(packing, order)
-    reordered = reorder(packing, order, start, target=packing.bound, deadline=time.monotonic() + 2, threads=1)
-    repaired = repair(packing, reordered, target=packing.bound, deadline=time.monotonic() + 2)
-    heights = [packing.height(offsets) for offsets in (start, reordered, repaired)]
-    assert heights == sorted(heights, reverse=True)
-    assert heights[-1] < 1.0077 * packing.bound
+    target = packing.bound + packing.bound // 200
+    reordered = reorder(packing, order, start, target=target, deadline=time.monotonic() + 60, threads=1, seed=1)
+    assert packing.height(reordered) <= target < packing.height(start)
+    target = packing.bound + packing.bound // 2000
+    repaired = repair(packing, reordered, target=target, deadline=time.monotonic() + 60)
+    assert packing.height(repaired) <= target
 
 
 def test_repair_lowers_a_bad_packing_to_the_optimum():

@@ -1,5 +1,6 @@
 """CSV files, the command line and pictures."""
 
+import dataclasses
 import random
 import re
 import struct
@@ -41,7 +42,7 @@ def test_a_solution_can_be_read_again(tmp_path):
     write_solution(tmp_path / "solution.csv", problem, offsets)
     again = read_problem(tmp_path / "solution.csv")
     assert tuple(b.offset for b in again.buffers) == offsets
-    assert [(b.name, b.lower, b.upper, b.size) for b in again.buffers] == [(b.name, b.lower, b.upper, b.size) for b in problem.buffers]
+    assert tuple(dataclasses.replace(b, offset=None) for b in again.buffers) == problem.buffers
 
 
 @pytest.mark.parametrize(

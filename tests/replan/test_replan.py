@@ -9,8 +9,16 @@ import programs
 from greedy import SOLVERS
 from graphacc._compat import jax_ as compat
 from graphacc.errors import GraphAccError
-from graphacc.runtime.replan import Candidate, NotUnderstood, PlanCache, VerificationError, compile_and_replan, replan, replan_best
-from graphacc.runtime.replan import api
+from graphacc.runtime.replan import (
+    Candidate,
+    NotUnderstood,
+    PlanCache,
+    VerificationError,
+    api,
+    compile_and_replan,
+    replan,
+    replan_best,
+)
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.ordering import SequenceOrder
 from graphacc.runtime.replan.planner import Solvers, plan_bytes

@@ -1,7 +1,8 @@
 """Operators lowered through torch's own decomposition: traced once per call signature, its operators lowered in turn.
 
-Only operators listed here take this road. A decomposition is not always right for training (that of
-`_scaled_dot_product_flash_attention_for_cpu` hands its backward another second output than the kernel's), so each one here is tested.
+Only operators listed here take this road: a decomposition is not always right for training (that of
+`_scaled_dot_product_flash_attention_for_cpu` hands its backward another second output than the kernel's). Forward operators are
+compared with eager torch by test_opinfo.py, backward ones by test_rules.py.
 """
 
 import functools

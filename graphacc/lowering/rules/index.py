@@ -33,8 +33,8 @@ def _selector(ctx, indices):
     """torch's list of optional index tensors as a numpy index; trailing dims may be left out."""
     if any(index is not None and index.dtype == bool for index in indices):
         raise LoweringError(
-            f"{ctx.node.name} ({ctx.node.target}) indexes with a bool tensor: how many elements that selects depends on the data, and XLA's "
-            "shapes are fixed; use torch.where or a multiplication with the mask"
+            f"{ctx.node.name} ({ctx.node.target}) indexes with a bool tensor: how many elements that selects depends "
+            "on the data, and XLA's shapes are fixed; use torch.where or a multiplication with the mask"
         )
     return tuple(slice(None) if index is None else index for index in indices)
 
@@ -54,7 +54,7 @@ def index_put(ctx, x, indices, values, accumulate=False):
 
 def _put_where(x, first, mask, values, accumulate):
     """Put values where `mask`, which covers the dims of `x` from `first` on, is true: the n-th value at the n-th place."""
-    before, rest = x.shape[:first], x.shape[first + mask.ndim :]
+    rest = x.shape[first + mask.ndim :]
     values = values.reshape((1,) * (first + 1 + len(rest) - values.ndim) + values.shape)
     if values.shape[first] == 1:
         values = values.reshape(*values.shape[:first], *(1,) * mask.ndim, *values.shape[first + 1 :])
@@ -263,7 +263,10 @@ def _embedding_bag(
     last=False,
     padding_idx=-1,
 ):
-    """Sum (mode 0), mean (1) or maximum (2) of the rows of each bag. Bags start at `offsets`; with `last`, the final one ends there."""
+    """Sum (mode 0), mean (1) or maximum (2) of the rows of each bag.
+
+    Bags start at `offsets`; with `last`, the final offset is where the last bag ends.
+    """
     bags = ctx.element(0).shape[0]
     bag = jnp.searchsorted(offsets, lax.iota(offsets.dtype, indices.shape[0]), side="right") - 1
     used = (indices != padding_idx) & (bag < bags)

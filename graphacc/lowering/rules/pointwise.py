@@ -91,7 +91,8 @@ _UNARY_OTHER_KIND = {
 
 
 def _unary(function, ctx, x):
-    return cast(function(cast(x, ctx.dtype)), ctx.dtype)
+    """bf16 goes through fp32 and is rounded once, as in torch: XLA would round inside what it expands, such as sigmoid."""
+    return cast(function(cast(x, wide(ctx.dtype))), ctx.dtype)
 
 
 def _unary_other_kind(function, ctx, x):

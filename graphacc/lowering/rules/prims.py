@@ -13,8 +13,8 @@ _RENAMED = {
     "pow": "pow.Tensor_Tensor",
 }
 _UNARY = (
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc exp exp2 expm1 floor imag isfinite lgamma log "
-    "log10 log1p log2 neg reciprocal round rsqrt sign signbit sin sinh sqrt tan tanh trunc"
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc exp exp2 expm1 floor imag isfinite lgamma "
+    "log log10 log1p log2 neg reciprocal round rsqrt sign signbit sin sinh sqrt tan tanh trunc"
 ).split()
 _BINARY_TENSOR = "add bitwise_and bitwise_or bitwise_xor eq fmod ge gt le lt mul remainder sub".split()
 _BINARY_DEFAULT = "atan2 fmax fmin gcd hypot igamma igammac maximum minimum nextafter".split()

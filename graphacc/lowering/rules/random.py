@@ -72,8 +72,8 @@ def _random_uniform(ctx, key, stream, size, global_size, start):
 
 
 refuse(
-    "it draws from torch's global generator, which a compiled step does not have: capture turns the model's random operators into "
-    "graphacc::random_uniform, so this one was added after it or has a form that capture does not know",
+    "it draws from torch's global generator, which a compiled step does not have: capture turns the model's random operators "
+    "into graphacc::random_uniform, so this one was added after it or has a form that capture does not know",
     "aten.rand.default",
     "aten.rand_like.default",
     "aten.randn.default",

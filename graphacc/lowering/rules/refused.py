@@ -3,7 +3,8 @@
 from graphacc.lowering.registry import refuse
 
 refuse(
-    "the shape of its result depends on the data, and XLA's shapes are fixed: use torch.where, a mask, topk or a padded size instead",
+    "the shape of its result depends on the data, and XLA's shapes are fixed: use torch.where, a mask, topk or a padded "
+    "size instead",
     "aten.nonzero.default",
     "aten.nonzero_static.default",
     "aten.masked_select.default",
@@ -15,15 +16,16 @@ refuse(
     "aten._ctc_loss.default",
 )
 refuse(
-    "it reads a value back to Python in the middle of the step (.item(), bool(tensor), a tensor in a condition): keep it a tensor, or read it "
-    "after the step",
+    "it reads a value back to Python in the middle of the step (.item(), bool(tensor), a tensor in a condition): keep it a "
+    "tensor, or read it after the step",
     "aten._local_scalar_dense.default",
     "aten.equal.default",
     "aten.is_nonzero.default",
     "aten.allclose.default",
 )
 refuse(
-    "sizes, strides and storage offsets are fixed at capture and never operators of a step; this graph was captured with dynamic shapes",
+    "sizes, strides and storage offsets are fixed at capture and never operators of a step; this graph was captured with "
+    "dynamic shapes",
     "aten.sym_size.int",
     "aten.sym_stride.int",
     "aten.sym_numel.default",
@@ -43,7 +45,8 @@ refuse(
     "aten.resize_.default",
 )
 refuse(
-    "it reads results of embedding_bag's forward that XLA's rule does not make: write the bags as embedding and sum, mean or amax",
+    "it reads results of embedding_bag's forward that XLA's rule does not make: write the bags as embedding and sum, mean "
+    "or amax",
     "aten._embedding_bag_backward.default",
     "aten._embedding_bag_dense_backward.default",
     "aten._embedding_bag_per_sample_weights_backward.default",

@@ -69,8 +69,9 @@ def _storage_order(ctx, fake: torch.Tensor) -> list[int]:
     stored = fake.untyped_storage().nbytes() // fake.element_size()
     if not fake.permute(order).is_contiguous() or fake.storage_offset() or stored != fake.numel():
         raise LoweringError(
-            f"{ctx.node.name} (as_strided) reads the storage of a {list(fake.shape)} tensor with strides {list(fake.stride())}, of whose "
-            f"{stored} elements the tensor shows {fake.numel()}; XLA has no storage behind a tensor: use slicing, unfold or expand in the model"
+            f"{ctx.node.name} (as_strided) reads the storage of a {list(fake.shape)} tensor with strides {list(fake.stride())}, "
+            f"of whose {stored} elements the tensor shows {fake.numel()}; XLA has no storage behind a tensor: "
+            "use slicing, unfold or expand in the model"
         )
     return order
 

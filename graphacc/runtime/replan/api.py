@@ -28,7 +28,7 @@ class ReplanResult:
     reason: str  # why XLA's plan was kept; empty where it was not
     temporary_before: int  # bytes of XLA's arena of temporaries
     temporary_after: int
-    lower_bound: int  # bytes; no order and no addresses of these thunks need less. 0: unknown
+    lower_bound: int  # bytes; no plan that keeps these thunks' dependencies and in-place updates needs less. 0: unknown
     seconds: float  # from reading to loading
     schedule: str = ""  # XLA's schedule that the plan starts from, where several were tried
     serialized: bytes | None = None  # the planned executable: a loaded one cannot be serialised again
@@ -60,12 +60,12 @@ def replan(
 ) -> ReplanResult:
     """Plan the temporaries of a compiled function again: order of operations and addresses.
 
-    Results stay bit for bit the same: every rewrite is proved before it is loaded. Works on XLA:CPU, on one device or many (donated
-    inputs, `shard_map`, collectives). Anything that is not fully understood keeps XLA's plan, and is logged once.
+    Results stay bit for bit the same: every rewrite is proved before it is loaded. Works on XLA:CPU, on one device or many
+    (donated inputs, `shard_map`, collectives). Anything that is not fully understood keeps XLA's plan, and is logged once.
 
     Args:
-        compiled: from ``jax.jit(...).lower(...).compile()`` in this process, not yet run (jaxlib 0.10.2 cannot serialise a sort that
-            has run).
+        compiled: from ``jax.jit(...).lower(...).compile()`` in this process, not yet run (jaxlib 0.10.2 cannot serialise a sort
+            that has run).
         seconds: budget of the solvers.
         threads: for the solvers.
         solvers: another planner core than `graphacc.passes.memory`.

@@ -114,7 +114,7 @@ def _check_result(result: message.Message) -> None:
     if result.obj_files_kind != _KERNEL_OBJECT_FILES or not result.thunk_sequence.thunks:
         raise NotUnderstood("the executable is not a sequence of thunks")
     if not result.object_files:
-        raise NotUnderstood("the executable has lost its code: it was itself loaded from bytes, which jaxlib cannot serialise again")
+        raise NotUnderstood("the executable has lost its code: it was itself loaded from bytes; jaxlib cannot serialise it again")
     unknown = find_unknown_fields(result.thunk_sequence) + find_unknown_fields(result.buffer_assignment)
     if unknown:
         raise NotUnderstood(f"the executable has fields that its schema does not know: {unknown[:3]}")

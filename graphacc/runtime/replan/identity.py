@@ -1,8 +1,8 @@
 """Agreement between our values and XLA's own buffer assignment: a precondition of every rewrite.
 
 XLA's logical buffers, joined through `buffer_aliases`, are HloBuffers: each has one slot. Every write to the arena must be the
-definition of exactly one HloBuffer at the instruction that the thunk names, inside that buffer's slot, and one HloBuffer must lie in
-one value. Then the values found in the bytes are the values that the compiler meant.
+definition of exactly one HloBuffer at the instruction that the thunk names, inside that buffer's slot, and one HloBuffer must
+lie in one value. Then the values found in the bytes are the values that the compiler meant.
 """
 
 import dataclasses
@@ -50,9 +50,10 @@ class Identity:
         names = self._executable.instruction_names
         index: dict[str, list[int]] = {}
         for buffer in assignment.logical_buffers:
-            name = names.get(buffer.defined_at.instruction_id)
+            instruction = buffer.defined_at.instruction_id
+            name = names.get(instruction)
             if name is None:
-                raise NotUnderstood(f"logical buffer {buffer.id} is defined by an unknown instruction {buffer.defined_at.instruction_id}")
+                raise NotUnderstood(f"logical buffer {buffer.id} is defined by an unknown instruction {instruction}")
             index.setdefault(name, []).append(buffer.id)
         return index
 
@@ -67,7 +68,8 @@ class Identity:
         candidates = self._by_instruction.get(thunk.name, ())
         buffers = {self._hlo_buffer[b] for b in candidates if b in self.slots and self.slots[b].contains(access)}
         if len(buffers) != 1:
-            raise NotUnderstood(f"{thunk.kind} {thunk.name!r}: a write matches {len(buffers)} buffers of XLA's assignment, expected 1")
+            found = f"a write matches {len(buffers)} buffers of XLA's assignment, expected 1"
+            raise NotUnderstood(f"{thunk.kind} {thunk.name!r}: {found}")
         if self._value_of.setdefault(buffers.pop(), value) is not value:
             raise NotUnderstood(f"{thunk.kind} {thunk.name!r}: one buffer of XLA's assignment would be split over two values")
 
@@ -97,9 +99,10 @@ def _read_slots(assignment, buffers: set[int]) -> dict[int, Slot]:
     slots: dict[int, Slot] = {}
     for allocation in assignment.buffer_allocations:
         for entry in allocation.assigned:
-            if entry.logical_buffer_id not in buffers or entry.logical_buffer_id in slots:
-                raise NotUnderstood(f"allocation {allocation.index} names logical buffer {entry.logical_buffer_id}, unknown or twice")
-            slots[entry.logical_buffer_id] = Slot(allocation.index, entry.offset, entry.size)
+            buffer = entry.logical_buffer_id
+            if buffer not in buffers or buffer in slots:
+                raise NotUnderstood(f"allocation {allocation.index} names logical buffer {buffer}: unknown, or named twice")
+            slots[buffer] = Slot(allocation.index, entry.offset, entry.size)
     return slots
 
 

@@ -1,8 +1,8 @@
 """An order for every sequence of an executable: one `Problem` of the planner core per sequence, inner sequences first.
 
-The buffers of a sequence's problem are the *stretches* of its values: the maximal runs of places over which a value holds bytes. A
-loop-carried value gives two of them to the loop's body, one that comes in and one that goes out. A thunk with nested sequences is one
-operator, whose workspace is what its nested sequences need beyond the buffers that it touches itself.
+The buffers of a sequence's problem are the *stretches* of its values: the maximal runs of places over which a value holds bytes.
+A loop-carried value gives two of them to the loop's body, one that comes in and one that goes out. A thunk with nested sequences
+is one operator, whose workspace is what its nested sequences need beyond the buffers that it touches itself.
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ class PlannedBytes:
     serialized: bytes | None  # the planned executable; None: XLA's plan is as good
     temporary_before: int  # bytes of the arena
     temporary_after: int
-    lower_bound: int  # bytes; no order and no addresses of these thunks need less
+    lower_bound: int  # bytes; no plan that keeps these thunks' dependencies and in-place updates needs less
     num_thunks: int
     num_values: int
     seconds: float

@@ -1,8 +1,9 @@
 """Which thunks of one sequence must stay before which others.
 
-Inside one value, and on memory that does not move (parameters, constants, outputs), conflicting accesses to a byte keep their order:
-read after write, write after read, write after write. Two values in the same place never force an order: they get new places. Thunks that
-share an ordered resource (collectives, side effects) keep theirs, so all devices run their collectives in one order.
+Inside one value, and on memory that does not move (parameters, constants, outputs), conflicting accesses to a byte keep their
+order: read after write, write after read, write after write. Two values in the same place never force an order: they get new
+places. Thunks that share an ordered resource (collectives, side effects) keep theirs, so all devices run their collectives in one
+order.
 """
 
 from graphacc.runtime.replan.intervals import IntervalMap

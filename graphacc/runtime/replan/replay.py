@@ -37,7 +37,7 @@ def _append(runs: list[Run], start: int, end: int, sources: frozenset) -> None:
 
 
 class ReachingDefinitions:
-    """For every read, byte by byte, the writes that it may see; and for every allocation that does not move, its final contents."""
+    """For every read, byte by byte, the writes that it may see; for every allocation that does not move, its final contents."""
 
     def __init__(self, executable: Executable, names: list[int]):
         self._executable = executable

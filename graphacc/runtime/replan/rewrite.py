@@ -12,7 +12,9 @@ from graphacc.runtime.replan.values import Values
 Reorder = Callable[[Sequence, tuple[int, ...]], None]
 
 
-def rewrite(executable: Executable, values: Values, identity: Identity, orders: Orders, addresses: Addresses, reorder: Reorder) -> None:
+def rewrite(
+    executable: Executable, values: Values, identity: Identity, orders: Orders, addresses: Addresses, reorder: Reorder
+) -> None:
     """Change the messages of `executable` in place. The model around them is stale afterwards: read the bytes again."""
     _move_slices(executable, values, addresses)
     _move_logical_buffers(executable, identity, addresses)

@@ -50,7 +50,8 @@ def read_fields(data: bytes) -> list[tuple[int, bytes]]:
             raise NotUnderstood(f"field {key >> 3} of the executable's envelope has wire type {key & 7}, expected 2")
         size, position = read_varint(data, position)
         if position + size > len(data):
-            raise NotUnderstood(f"the executable is truncated: field {key >> 3} wants {size} bytes, {len(data) - position} are left")
+            left = len(data) - position
+            raise NotUnderstood(f"the executable is truncated: field {key >> 3} wants {size} bytes, {left} are left")
         fields.append((key >> 3, data[position : position + size]))
         position += size
     return fields

@@ -23,6 +23,7 @@ from graphacc.passes.memory.addresses.packing import Packing
 LUBY_NODES = 5_000
 SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 BEAM_WIDTH, BEAM_GROWTH = 30, 3
+MAX_BEAM_CELLS = 2_000_000  # width * items; a cell costs about 70 bytes
 BIASES = (0.01, 1.0)
 
 
@@ -72,7 +73,7 @@ class _Race:
         for round_ in itertools.count():
             for order, bias in itertools.product(orders, BIASES):
                 yield self._beam(perturbed(order, SPREADS[0] if round_ else 0.0, rng), width, bias)
-            width *= BEAM_GROWTH
+            width = min(width * BEAM_GROWTH, max(BEAM_WIDTH, MAX_BEAM_CELLS // len(self.packing)))
 
     def _search(self, order: np.ndarray, max_nodes: int) -> Callable:
         return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop)[:2]

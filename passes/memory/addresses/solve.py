@@ -35,9 +35,8 @@ def solve_addresses(problem: AddressProblem, *, seconds: float, threads: int = 2
     start = time.monotonic()
     check_problem(problem)
     if not problem.buffers:
-        return AddressPlan(
-            status=Status.OPTIMAL, offsets=(), height=0, lower_bound=0, bound_source="no buffers", seconds=time.monotonic() - start
-        )
+        empty = {"offsets": (), "height": 0, "lower_bound": 0, "bound_source": "no buffers"}
+        return AddressPlan(status=Status.OPTIMAL, seconds=time.monotonic() - start, **empty)
     solver = _Solver(pack(problem), deadline=start + seconds, threads=threads)
     if problem.capacity is None:
         solver.minimise()

@@ -1,13 +1,18 @@
 """What every order below a threshold has in common: precedences that minimum cuts prove.
 
-Let C be a threshold, u an operator and t another that is not ordered against it. If u cannot run below C before t has run,
-then t runs before u in every order whose peak is at most C; likewise the other way round. Each such precedence makes the
-other cuts larger and so may prove more. In the end either some operator cannot run below C at all, which proves that
-every peak is above C, or the precedences guide the search for an order. This sees what a cut for one operator alone cannot:
-that two operators, each of which could run at its best moment, exclude each other's.
+Let C be a threshold, and t an operator.
+
+- One operator u that is not ordered against t: if u cannot run below C before t has run, then t runs before u in every order
+  whose peak is at most C; likewise the other way round.
+- Several, W: if no u of W can run below C while neither t nor another of W has run, then no u of W can be the first of them
+  to run before t; so t runs before all of W. ("Not first", as schedulers for machines reason.) This sees what cuts for
+  single operators cannot: that each of two updates would fit if the other had been done already.
+
+Each precedence makes the other cuts larger and so may prove more. In the end either some operator cannot run below C at
+all, which proves that every peak is above C, or the precedences guide the search for an order.
 
 Asking for all pairs would take too long, so t goes along one longest path (the trunk: forward and backward of a
-training step), where the answer is monotone and bisection finds it.
+training step), where the answer to the first question is monotone and bisection finds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +37,13 @@ def trunk(graph: OrderGraph) -> list[int]:
 
 
 def prove(
-    model: CutModel, threshold: int, path: Sequence[int], operators: Sequence[int], keep_going: Callable[[], bool]
+    model: CutModel,
+    threshold: int,
+    path: Sequence[int],
+    operators: Sequence[int],
+    keep_going: Callable[[], bool],
+    *,
+    num_together: int = 0,
 ) -> bool:
     """Add to `model` the precedences that hold in every order whose peak is at most `threshold`.
 
@@ -42,33 +53,63 @@ def prove(
         path: operators, each an ancestor of the next.
         operators: those to place along the path, the ones that need the most memory first.
         keep_going: asked before every operator; False ends the search, with what is proved so far.
+        num_together: how many of `operators` to look at together; 0: each alone.
 
     Returns:
         False where it is proved that no order has a peak of at most `threshold`.
     """
-    changed = True
-    while changed:
-        changed = False
-        for v in operators:
+    before = -1
+    while before < len(model.required) and keep_going():
+        before = len(model.required)
+        if not all(_place(model, threshold, path, v) for v in operators if keep_going()):
+            return False
+        if len(model.required) == before and num_together:
+            heavy = _heavy(model.graph, path, operators)
+            if not _place_together(model, threshold, heavy, operators[:num_together], keep_going):
+                return False
+    return True
+
+
+def _place(model: CutModel, threshold: int, path: Sequence[int], v: int) -> bool:
+    """Find between which operators of the path v has to run. False: nowhere."""
+    if model.cut(v).value > threshold:
+        return False
+    first = sum(model.ancestors[v] >> t & 1 for t in path)
+    last = len(path) - sum(model.descendants[v] >> t & 1 for t in path)
+    free = [t for t in path[first:last] if t != v]
+    early = _count(free, lambda t: model.cut(v, before=[t]).value > threshold)
+    if early and not model.require(free[early - 1], v):
+        return False
+    late = _count(free[early:][::-1], lambda t: model.cut(v, after=[t]).value > threshold)
+    return not late or model.require(v, free[-late])
+
+
+def _place_together(
+    model: CutModel, threshold: int, path: Sequence[int], operators: Sequence[int], keep_going: Callable[[], bool]
+) -> bool:
+    """For each operator of the path the largest set of `operators` none of which can run before it and the others. False: a contradiction.
+
+    What cannot run first before one operator of the path can before a later one, or not: so the sets shrink along the path.
+    """
+    together = list(operators)
+    for t in path:
+        size = -1
+        together = [u for u in together if u != t and not model.ancestors[t] >> u & 1]
+        while size != len(together):
             if not keep_going():
                 return True
-            first = sum(model.ancestors[v] >> t & 1 for t in path)
-            last = len(path) - sum(model.descendants[v] >> t & 1 for t in path)
-            if model.cut(v).value > threshold:
+            size = len(together)
+            together = [u for u in together if model.cut(u, before=[t, *(w for w in together if w != u)]).value > threshold]
+        for u in together:
+            if not model.ancestors[u] >> t & 1 and not model.require(t, u):
                 return False
-            free = [t for t in path[first:last] if t != v]
-            early = _count(free, lambda t: model.cut(v, before=t).value > threshold)
-            if early:
-                changed = True
-                if not model.require(free[early - 1], v):
-                    return False
-                free = free[early:]
-            late = _count(free[::-1], lambda t: model.cut(v, after=t).value > threshold)
-            if late:
-                changed = True
-                if not model.require(v, free[-late]):
-                    return False
     return True
+
+
+def _heavy(graph: OrderGraph, path: Sequence[int], operators: Sequence[int]) -> list[int]:
+    """The operators of the path that need as much memory as one of `operators`."""
+    least = min(graph.new[v] + graph.workspace[v] for v in operators)
+    return [t for t in path if graph.new[t] + graph.workspace[t] >= least]
 
 
 def _count(items: Sequence[int], holds: Callable[[int], bool]) -> int:

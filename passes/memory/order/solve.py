@@ -17,13 +17,14 @@ from graphacc.passes.memory.problem import OrderPlan, Problem, Status
 
 TOLERANCE_SHIFT = 20
 """Groups of operators may lack one part in 2 ** 20 of the peak to be merged without loss."""
-ENOUGH = 2e-5
-"""The relative gap at which improving ends."""
-PROOF_STEP = 2e-4
-"""How closely, relative to the bound, bisection finds what can be proved or reached."""
+STEP = 2e-4
+"""The relative gap at which improving ends, and by which peaks and bounds are told apart."""
+COARSE = 20
+"""As many steps may lie between what single operators prove and do not prove, before several are looked at together."""
 MAX_KEPT = 8
 NUM_GUIDES = 3
 FEW_PLACED = 200
+TOGETHER = 60
 MAX_EXACT_CUTS = 64
 
 
@@ -41,7 +42,7 @@ def solve_order(problem: Problem, *, seconds: float = 10.0) -> OrderPlan:
         return OrderPlan(status=Status.OPTIMAL, order=(), peak=0, lower_bound=0, bound_source="no operators", seconds=0.0)
     search = _Search(problem, seconds)
     search.start()
-    while search.keep_going() and search.gap() > ENOUGH:
+    while not search.is_finished():
         search.improve()
     return search.plan()
 
@@ -96,10 +97,16 @@ class _Search:
         self.unproved = sys.maxsize  # the least target that is not disproved although that was tried
         self.refused = 0  # the largest target that is not disproved and at which no order was found
         self.attempts = 0
+        self.exhausted = False
         self.num_placed = FEW_PLACED
+        self.num_together = 0
 
     def keep_going(self) -> bool:
         return time.monotonic() - self.begin < self.seconds
+
+    def is_finished(self) -> bool:
+        close = self.peak == self.bound or (self.attempts > 0 and self.gap() <= STEP)
+        return close or self.exhausted or not self.keep_going()
 
     def gap(self) -> float:
         return (self.peak - self.bound) / max(self.bound, 1)
@@ -125,30 +132,38 @@ class _Search:
         self._bound_by_cuts()
         if self.peak > self.bound:
             self._consider(HEURISTICS["LPMF"](self.full))
-        if self.gap() > ENOUGH:
+        if self.gap() > STEP:
             self._polish()
 
     def improve(self) -> None:
-        """One attempt: first at the bound itself; then raise the bound as far as precedences prove; then search just above it."""
-        low, high = self.reduced_bound, min(self._reduced_peak(), self.unproved)
-        step = int(PROOF_STEP * low)
+        """One attempt: at the bound itself; then to raise the bound, roughly; then to close in on the best peak from both sides."""
+        peak = self._reduced_peak()
+        low, refused = self.reduced_bound, max(self.reduced_bound, self.refused)
+        step = int(STEP * low)
         if self.attempts == 0:
             self._attempt(low)
-        elif high - low > step:
-            self._prove(self.model.copy(), (low + high) // 2)
-        elif self._reduced_peak() - max(low, self.refused) > step:
-            self._attempt(max(low + step, (max(low, self.refused) + self._reduced_peak()) // 2))
+        elif min(peak, self.unproved) - low > COARSE * step and not self.num_together:
+            self._prove(self.model.copy(), (low + min(peak, self.unproved)) // 2)
+        elif peak - refused > step:
+            self.num_together = self.num_together or TOGETHER
+            self._attempt((refused + peak) // 2)
+        elif min(peak, self.unproved) - low > step:
+            self._prove(self.model.copy(), max(low, peak - step) if self.unproved > peak else (low + self.unproved) // 2)
         else:
-            self.num_placed *= 4
-            self.unproved = self._reduced_peak()
-            self.refused = 0
+            self._look_further()
         self.attempts += 1
+
+    def _look_further(self) -> None:
+        """Everything was tried: again, with more operators in the proofs, as long as there are more."""
+        self.exhausted = self.num_placed >= self.graph.num_operators
+        self.num_placed, self.num_together = 2 * self.num_placed, 2 * self.num_together
+        self.unproved, self.refused = sys.maxsize, 0
 
     def _prove(self, model: CutModel, target: int) -> bool:
         """Add to `model` what holds in every order of the reduced graph that stays at `target`; False where there is none."""
         need = [new + workspace for new, workspace in zip(self.graph.new, self.graph.workspace)]
         placed = sorted(range(self.graph.num_operators), key=lambda v: -need[v])[: self.num_placed]
-        possible = prove(model, target, self.path, placed, self.keep_going)
+        possible = prove(model, target, self.path, placed, self.keep_going, num_together=self.num_together)
         if possible:
             self.unproved = min(self.unproved, target)
         else:
