@@ -92,5 +92,6 @@ def check_batch(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, in
             raise StrategyError(
                 f"batch input {target!r} has shape {list(shape)}: its dim {dim} of size {shape[dim]} is split over "
                 f"dp={strategy.dp} x fsdp={strategy.fsdp} = {ranks} devices, which do not divide it. "
-                f"Use a batch size that is a multiple of {ranks}, or fewer devices"
+                f"Use a batch size that is a multiple of {ranks}, or fewer devices; where the batch is another dim, name it: "
+                f"graphacc.compile(..., batch_dims={{{target!r}: 1}}), or None for a tensor that every device needs whole"
             )

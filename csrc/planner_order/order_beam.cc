@@ -174,8 +174,9 @@ class Beam {
 
 int32_t gacc_order_beam(const gacc_order_graph* graph, int64_t threshold, int64_t width, double seconds, int64_t* outcome,
                         int64_t* order) {
-  if (graph->num_operators < 0 || graph->num_operators > INT32_MAX) return gacc::fail("num_operators is %lld", (long long)graph->num_operators);
-  if (width < 1) return gacc::fail("the width of the beam is %lld, it must be positive", (long long)width);
+  const long long count = graph->num_operators;
+  if (count < 0 || count > INT32_MAX) return gacc::fail("num_operators is %lld, it must be in [0, 2^31)", count);
+  if (width < 1) return gacc::fail("the width of the beam is %lld, it must be positive", static_cast<long long>(width));
   *outcome = Beam(*graph, threshold, width, seconds).run(order);
   return 0;
 }

@@ -75,13 +75,14 @@ def patched(owner, **replacements):
 
 
 @contextlib.contextmanager
-def decided_branches(*, packed_sequences: bool):
+def decided_branches(*, packed_sequences: bool, checkpointed=contextlib.nullcontext):
     """Answer, while tracing, the questions that torch's and transformers' own code asks of tensor values.
 
     - nn.Transformer: "is this mask causal?" is not looked up in the mask, which is applied as it is.
     - transformers: "are several sequences packed in a row?" is answered 'no' unless `packed_sequences`, and experts take
       the grouped product that is one operator for every dtype.
-    - torch.utils.checkpoint runs the function once, without recomputation: what is recomputed is a pass's choice.
+    - torch.utils.checkpoint runs the function once, inside `checkpointed()` and without recomputation: what is recomputed is a
+      pass's choice. Its reentrant form gives no gradients where no argument requires one, as always.
     - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off.
     """
     import sys
@@ -95,7 +96,7 @@ def decided_branches(*, packed_sequences: bool):
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(patched(transformer, _detect_is_causal_mask=_hinted_causal))
-        stack.enter_context(patched(checkpoint, CheckpointFunction=_RunOnce, _checkpoint_without_reentrant_generator=_run_once))
+        stack.enter_context(patched(checkpoint, **_checkpoints_run_once(checkpointed)))
         if masking is not None and not packed_sequences:
             stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
         if experts is not None:
@@ -107,17 +108,26 @@ def _hinted_causal(mask, is_causal=None, size=None) -> bool:
     return is_causal is True
 
 
-class _RunOnce:
-    """Stands for torch.utils.checkpoint.CheckpointFunction: calls the function."""
+def _checkpoints_run_once(checkpointed) -> dict:
+    """Stand-ins for the two forms of torch.utils.checkpoint: call the function, inside `checkpointed()`."""
+    from torch.utils.checkpoint import check_backward_validity
 
-    @staticmethod
-    def apply(function, preserve_rng_state, *args):
-        return function(*args)
+    class CheckpointFunction:
+        @staticmethod
+        def apply(function, preserve_rng_state, *args):
+            if torch.is_grad_enabled():
+                check_backward_validity(args)
+            if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+                with torch.no_grad():
+                    return function(*args)
+            with checkpointed():
+                return function(*args)
 
+    def generator(*args, **kwargs):
+        with checkpointed():
+            yield
 
-def _run_once(*args, **kwargs):
-    """Stands for the generator around a checkpointed call: nothing before it, nothing after."""
-    yield
+    return {"CheckpointFunction": CheckpointFunction, "_checkpoint_without_reentrant_generator": generator}
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

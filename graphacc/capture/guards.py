@@ -73,6 +73,21 @@ def watched_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[N
 
 
 @contextlib.contextmanager
+def written_once(model: nn.Module) -> Iterator[None]:
+    """Warn where a function that plain torch would run twice, since it is checkpointed, writes into buffers."""
+    before = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    yield
+    written = [name for name, buffer in model.named_buffers() if before.get(name) != (id(buffer), buffer._version)]
+    if written and torch.is_grad_enabled():
+        warnings.warn(
+            f"a function given to torch.utils.checkpoint writes buffer(s) {', '.join(written)}: plain PyTorch runs it again in backward and "
+            "writes them twice per step, a captured step writes them once, so they differ, and so does a loss that depends on them. For the "
+            "same numbers keep what writes buffers (batch norm, spectral norm) out of the checkpointed part",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
 def no_python_randomness() -> Iterator[None]:
     """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""
     numpy = sys.modules.get("numpy")

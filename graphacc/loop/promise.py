@@ -85,7 +85,38 @@ def run_function(func, args: tuple, kwargs: dict):
     try:
         return tape.record(func, args, kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return _run_on_values(func, args, kwargs)
+        result = _run_on_values(func, args, kwargs)
+        if not (torch.is_grad_enabled() and any(map(_takes_gradient, leaves))):
+            return result
+        return pytree.tree_map_only(Tensor, lambda value: _without_way_back(value, getattr(func, "__name__", "a function")), result)
+
+
+def _takes_gradient(leaf) -> bool:
+    if isinstance(leaf, Promise):
+        return not leaf.tape.closed and leaf.tape.values[leaf.index].requires_grad
+    return managed.handle_of(leaf) is not None and leaf.requires_grad
+
+
+def _without_way_back(value: Tensor, function: str) -> Tensor:
+    """The same values, for logging; a loss that is made of them is an error, since its gradient would be lost."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    return _NoWayBack.apply(value.detach().requires_grad_(), function)
+
+
+class _NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, function: str) -> Tensor:
+        ctx.function = function
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        raise LoopError(
+            f"backward(): the loss was computed with {ctx.function}, whose result or its shape depends on the values of a tensor (x[mask], nonzero, "
+            "lengths), so it is no part of a compiled step. Keep every shape fixed: cross_entropy's ignore_index, "
+            "torch.where(mask, x, 0), or a sum over x * mask divided by mask.sum()"
+        )
 
 
 def open_tape(leaves: list) -> "Tape | None":

@@ -119,7 +119,8 @@ class Tape:
         if leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None:
             raise LoopError(
                 f"{path}: a tensor of shape {list(leaf.shape)} requires grad but belongs to no compiled module, so its gradient "
-                "would be lost: compile one module that holds it, or detach() it"
+                "would be lost: compile one module that holds it, or detach() it. If it was computed from the model with a shape that "
+                "depends on values, such as x[mask], keep the shape fixed: ignore_index, torch.where(mask, x, 0), or x * mask"
             )
         for index, known in enumerate(self.externals):
             if known is leaf:

@@ -31,8 +31,8 @@ _EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.
 
 def creation_plan(node: torch.fx.Node, split: Split, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:
     """How to make one rank's part of `node` afresh; None if it has to be cut out of the whole."""
-    if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
-        return None
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta["val"], torch.Tensor):
+        return None  # an input, or one result of several
     call = call_of(node)
     plan = _plan(call, split)
     if plan is None:

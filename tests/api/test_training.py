@@ -52,7 +52,7 @@ def test_optimizers_that_are_not_element_wise_with_padded_parameters(make, zero)
     model = compiled(copy.deepcopy(reference), f"fsdp=8,zero={zero}")
     batches = [{"x": torch.randn(8, 7), "y": torch.randn(8, 3)} for _ in range(4)]
     expected, losses = train(reference, batches, optimizer), train(model, batches, optimizer)
-    tolerance = 1e-3 if make == "muon" else 1e-4  # torch's Muon orthogonalises in bf16
+    tolerance = 5e-3 if make == "muon" else 1e-4  # torch's Muon orthogonalises in bf16, whose rounding error is 4e-3
     assert relative_error(torch.tensor(losses), torch.tensor(expected)) < tolerance
     for name, value in reference.state_dict().items():
         assert relative_error(model.state_dict()[name], value) < tolerance, name

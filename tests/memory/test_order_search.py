@@ -7,7 +7,7 @@ from order_cases import best_peak, layered_training_problem, random_problem
 
 from graphacc.passes.memory import bounds
 from graphacc.passes.memory.bounds import CutModel, peak_bound
-from graphacc.passes.memory.order.graph import compile_problem
+from graphacc.passes.memory.order.graph import compile_problem, make_graph
 from graphacc.passes.memory.order.guided import cut_into_order
 from graphacc.passes.memory.order.heuristics import HEURISTICS, program
 from graphacc.passes.memory.order.native import Outcome, beam
@@ -15,7 +15,7 @@ from graphacc.passes.memory.order.precedence import prove, trunk
 from graphacc.passes.memory.order.search import best_order
 from graphacc.passes.memory.order.solve import solve_order
 from graphacc.passes.memory.order.windows import improve_by_windows
-from graphacc.passes.memory.problem import Problem, Status
+from graphacc.passes.memory.problem import Buffer, Operator, Problem, Status
 from graphacc.passes.memory.validate import check_order
 
 ALWAYS = lambda: True  # noqa: E731
@@ -62,15 +62,17 @@ def test_ceilings_only_save_cuts(monkeypatch):
     assert saved > 1000
 
 
-def test_proved_precedences_hold_in_every_order_below_the_target():
+@pytest.mark.parametrize("num_together", [0, 12])
+def test_proved_precedences_hold_in_every_order_below_the_target(num_together):
     precedences = refuted = beyond_cuts = 0
     for seed in range(600):
         graph = compile_problem(random_problem(seed, 5 + seed % 7))
         best = best_peak(graph)
         single = peak_bound(CutModel(graph), _no_ceilings(graph), ALWAYS).value
-        for target in {best - 1, best}:
+        for target in (best - 1, best):
             model = CutModel(graph)
-            possible = prove(model, target, trunk(graph), range(graph.num_operators), ALWAYS)
+            operators = range(graph.num_operators)
+            possible = prove(model, target, trunk(graph), operators, ALWAYS, num_together=num_together)
             assert possible or target < best
             refuted += not possible
             beyond_cuts += not possible and single <= target
@@ -78,14 +80,33 @@ def test_proved_precedences_hold_in_every_order_below_the_target():
                 precedences += len(model.required)
                 assert best_peak(_constrained(graph, model.required)) == best
     assert precedences > 100
-    assert refuted > 550
+    assert refuted > 540
     assert beyond_cuts > 0
 
 
-def _constrained(graph, required):
-    """The graph with one precedence after the other, by an empty buffer between the two operators."""
-    from graphacc.passes.memory.order.graph import make_graph
+def test_updates_that_exclude_each_other_are_only_seen_together():
+    """Two gradients of 10, each freed by an update that needs 12 more, must both be held at the end of a chain."""
+    buffers = [Buffer(name="x", size=50), Buffer(name="g1", size=10), Buffer(name="g2", size=10), Buffer(name="end", size=25)]
+    x, g1, g2, end = range(4)
+    operators = (
+        Operator(name="x", reads=(), writes=(x,)),
+        Operator(name="backward1", reads=(x,), writes=(g1,)),
+        Operator(name="backward2", reads=(x,), writes=(g2,), after=(1,)),
+        Operator(name="end", reads=(x,), writes=(end,), after=(2,)),
+        Operator(name="use", reads=(end,), writes=()),
+        Operator(name="update1", reads=(g1,), writes=(), workspace=22, after=(2,)),
+        Operator(name="update2", reads=(g2,), writes=(), workspace=22, after=(2,)),
+    )
+    graph = compile_problem(Problem(operators=operators, buffers=tuple(buffers)))
+    best = best_peak(graph)
+    for num_together, possible in ((0, True), (2, False)):
+        arguments = (trunk(graph), [5, 6, 0, 1, 2, 3, 4], ALWAYS)
+        assert prove(CutModel(graph), best - 1, *arguments, num_together=num_together) is possible
+        assert prove(CutModel(graph), best, *arguments, num_together=num_together)
 
+
+def _constrained(graph, required):
+    """The graph with further precedences."""
     preds = [[*before, *(u for u, w in required if w == v)] for v, before in enumerate(graph.preds)]
     buffers = zip(graph.sizes, graph.producers, graph.lasting, graph.accesses)
     return make_graph(graph.base, buffers, preds, graph.workspace)

@@ -26,7 +26,7 @@ class Contraction:
         return tuple(v for merged in order for v in self.members[merged])
 
     def shrink(self, order: Sequence[int]) -> tuple[int, ...]:
-        """An order of the smaller graph, of no larger peak, from one of the larger: every merged operator where its last member was."""
+        """An order of the smaller graph from one of the larger: every merged operator where its last member was."""
         last = {members[-1]: merged for merged, members in enumerate(self.members)}
         return tuple(last[v] for v in order if v in last)
 
@@ -73,11 +73,12 @@ def _never_frees(graph: OrderGraph, u: int) -> bool:
 
 
 def _climb(graph: OrderGraph, group: Sequence[int]) -> tuple[int, int]:
-    """How far memory rises above its level before the group while the group runs, and the bytes that it creates and that outlive it."""
+    """How far memory rises while the group runs, above its level before, and the bytes that the group leaves behind."""
     if len(group) == 1:
         return graph.new[group[0]] + graph.workspace[group[0]], graph.new[group[0]]
     part = graph.detach(group)
-    outliving = sum(size for size, producer, lasting in zip(part.sizes, part.producers, part.lasting) if lasting and producer >= 0)
+    made = zip(part.sizes, part.producers, part.lasting)
+    outliving = sum(size for size, producer, lasting in made if lasting and producer >= 0)
     return part.peak(range(len(group))) - part.start_bytes(), outliving
 
 

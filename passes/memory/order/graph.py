@@ -68,7 +68,7 @@ class OrderGraph:
         return all(position[u] < position[v] for v in position for u in self.preds[v])
 
     def restrict(self, chosen: Sequence[int], executed: set[int]) -> "OrderGraph":
-        """The subproblem of the operators `chosen`, to run when exactly `executed` have run before. Operator i is ``chosen[i]``."""
+        """The subproblem of the operators `chosen` (its operator i is ``chosen[i]``) when exactly `executed` have run before."""
         local = {v: i for i, v in enumerate(chosen)}
         base, buffers = self.base, []
         for size, producer, lasting, users in zip(self.sizes, self.producers, self.lasting, self.accesses):
@@ -187,7 +187,10 @@ def _check_indices(problem: Problem, v: int) -> None:
 
 
 def live_ranges(problem: Problem, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Half-open live range of every buffer, as positions in `order`; empty where nothing touches a buffer that is not both input and output."""
+    """Half-open live range of every buffer, as positions in `order`.
+
+    It is empty where nothing touches a buffer, unless that is both input and output.
+    """
     end = len(order)
     first, last = [end] * len(problem.buffers), [-1] * len(problem.buffers)
     for position, v in enumerate(order):

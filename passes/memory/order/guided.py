@@ -32,7 +32,7 @@ class _Part:
 def cut_into_order(
     graph: OrderGraph, guides: Sequence[Order], target: int, difficulty: Callable[[int], int], keep_going: Callable[[], bool]
 ) -> Order:
-    """An order whose peak is meant to be at most `target`; where a part cannot be brought below it, the best known order of that part stays.
+    """An order that aims at `target`; where a part cannot be brought below it, the best known order of that part stays.
 
     Args:
         graph: the whole graph.

@@ -1,4 +1,4 @@
-"""Starting orders: program order, updates at once, and the schedulers of XLA and of torch's inductor, written anew from their description.
+"""Starting orders: program order, updates at once, and XLA's and inductor's schedulers, written anew from their description.
 
 - `immediate`: program order, but the operators that lead to one result alone (the update of one parameter) run as soon as
   what they wait for has run;

@@ -87,9 +87,12 @@ def _place(model: CutModel, threshold: int, path: Sequence[int], v: int) -> bool
 def _place_together(
     model: CutModel, threshold: int, path: Sequence[int], operators: Sequence[int], keep_going: Callable[[], bool]
 ) -> bool:
-    """For each operator of the path the largest set of `operators` none of which can run before it and the others. False: a contradiction.
+    """For each operator of the path the largest set of `operators` that it runs before, because none of the set can be first.
 
-    What cannot run first before one operator of the path can before a later one, or not: so the sets shrink along the path.
+    What can be first before one operator of the path can be first before a later one too: so the sets shrink along the path.
+
+    Returns:
+        False for a contradiction.
     """
     together = list(operators)
     for t in path:

@@ -136,7 +136,7 @@ class _Search:
             self._polish()
 
     def improve(self) -> None:
-        """One attempt: at the bound itself; then to raise the bound, roughly; then to close in on the best peak from both sides."""
+        """One attempt: at the bound itself; then to raise the bound, roughly; then to close in from both sides."""
         peak = self._reduced_peak()
         low, refused = self.reduced_bound, max(self.reduced_bound, self.refused)
         step = int(STEP * low)
@@ -154,10 +154,10 @@ class _Search:
         self.attempts += 1
 
     def _look_further(self) -> None:
-        """Everything was tried: again, with more operators in the proofs, as long as there are more."""
+        """Everything was tried: more operators in the proofs, as long as there are more."""
         self.exhausted = self.num_placed >= self.graph.num_operators
-        self.num_placed, self.num_together = 2 * self.num_placed, 2 * self.num_together
-        self.unproved, self.refused = sys.maxsize, 0
+        self.num_placed, self.num_together = 4 * self.num_placed, 4 * self.num_together
+        self.unproved = sys.maxsize
 
     def _prove(self, model: CutModel, target: int) -> bool:
         """Add to `model` what holds in every order of the reduced graph that stays at `target`; False where there is none."""

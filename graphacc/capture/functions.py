@@ -1,0 +1,102 @@
+"""Functions of torch.nn.functional that are written in others before they are traced.
+
+Their own operators keep results for a backward kernel of torch's that neither a partitioner nor XLA can follow.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphacc.errors import CaptureError
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """torch.nn.functional.embedding_bag as an embedding and a sum, mean or maximum over each bag.
+
+    Args:
+        input: [B, K], bags of K rows, or [N], bags that begin at `offsets` [B] ([B + 1] with `include_last_offset`).
+        weight: [V, D].
+        sparse: has no effect, gradients are dense.
+
+    Returns:
+        [B, D]; zeros for an empty bag.
+
+    Raises:
+        CaptureError: with `scale_grad_by_freq`.
+        ValueError: the arguments do not go together.
+    """
+    if scale_grad_by_freq:
+        raise CaptureError(
+            "embedding_bag with scale_grad_by_freq=True is not available: torch's kernel for it disagrees with its own embedding about "
+            "the gradient. Leave it out, or use torch.nn.functional.embedding with scale_grad_by_freq and sum or average the rows"
+        )
+    weighted = per_sample_weights is not None
+    fitting = mode in _BAGS and input.dim() == (2 if offsets is None else 1)
+    if not fitting or (weighted and (mode, input.shape) != ("sum", per_sample_weights.shape)):
+        raise ValueError(
+            f"embedding_bag: input {list(input.shape)}, offsets {_shape(offsets)}, per_sample_weights {_shape(per_sample_weights)} and "
+            f"mode {mode!r} do not go together"
+        )
+    rows = F.embedding(input, weight, max_norm=max_norm, norm_type=norm_type)
+    if weighted:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    counted = None if padding_idx is None else input != padding_idx % weight.shape[0]
+    if offsets is None:
+        return _equal_bags(rows, counted, mode)
+    return _bags_at(rows, counted, offsets[:-1] if include_last_offset else offsets, mode)
+
+
+_BAGS = ("sum", "mean", "max")
+
+
+def _shape(x: Tensor | None) -> list[int] | None:
+    return None if x is None else list(x.shape)
+
+
+def _equal_bags(rows: Tensor, counted: Tensor | None, mode: str) -> Tensor:
+    """[B, K, D] -> [B, D]."""
+    if counted is None:
+        return {"sum": rows.sum, "mean": rows.mean, "max": rows.amax}[mode](1)
+    kept = counted.unsqueeze(-1)
+    if mode == "max":
+        return torch.where(kept.any(1), torch.where(kept, rows, -torch.inf).amax(1), 0.0)
+    total = torch.where(kept, rows, 0.0).sum(1)
+    return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
+
+
+def _bags_at(rows: Tensor, counted: Tensor | None, offsets: Tensor, mode: str) -> Tensor:
+    """[N, D] -> [B, D]; rows that do not count go to one bag more, which is dropped."""
+    num_bags = offsets.shape[0]
+    bag = torch.searchsorted(offsets, torch.arange(rows.shape[0], dtype=offsets.dtype, device=offsets.device), right=True) - 1
+    bag = bag if counted is None else torch.where(counted, bag, num_bags)
+    out = rows.new_zeros(num_bags + 1, rows.shape[1])
+    if mode == "max":
+        return out.scatter_reduce(0, bag.unsqueeze(1).expand_as(rows), rows, "amax", include_self=False)[:-1]
+    total = out.index_add(0, bag, rows)[:-1]
+    if mode == "sum":
+        return total
+    size = rows.new_zeros(num_bags + 1).index_add(0, bag, torch.ones_like(rows[:, 0]))[:-1]
+    return total / size.clamp(min=1).unsqueeze(1)
+
+
+class WrittenOut(TorchFunctionMode):
+    """Calls the functions of this module in place of torch's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
+
+
+_WRITTEN_OUT = {F.embedding_bag: embedding_bag}
