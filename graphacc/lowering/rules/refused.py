@@ -30,6 +30,7 @@ refuse(
     "aten.sym_stride.int",
     "aten.sym_numel.default",
     "aten.sym_storage_offset.default",
+    "aten.sym_is_contiguous.default",
 )
 refuse(
     "XLA has no sparse tensors: use dense ones",
