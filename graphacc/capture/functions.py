@@ -40,15 +40,15 @@ def embedding_bag(
     """
     if scale_grad_by_freq:
         raise CaptureError(
-            "embedding_bag with scale_grad_by_freq=True is not available: torch's kernel for it disagrees with its own embedding about "
-            "the gradient. Leave it out, or use torch.nn.functional.embedding with scale_grad_by_freq and sum or average the rows"
+            "embedding_bag with scale_grad_by_freq=True is not available: torch's kernel for it disagrees with its own embedding "
+            "about the gradient. Leave it out, or use F.embedding with scale_grad_by_freq and sum or average the rows"
         )
     weighted = per_sample_weights is not None
     fitting = mode in _BAGS and input.dim() == (2 if offsets is None else 1)
     if not fitting or (weighted and (mode, input.shape) != ("sum", per_sample_weights.shape)):
         raise ValueError(
-            f"embedding_bag: input {list(input.shape)}, offsets {_shape(offsets)}, per_sample_weights {_shape(per_sample_weights)} and "
-            f"mode {mode!r} do not go together"
+            f"embedding_bag: input {list(input.shape)}, offsets {_shape(offsets)}, "
+            f"per_sample_weights {_shape(per_sample_weights)} and mode {mode!r} do not go together"
         )
     rows = F.embedding(input, weight, max_norm=max_norm, norm_type=norm_type)
     if weighted:

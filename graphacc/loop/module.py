@@ -91,7 +91,7 @@ class CompiledModule(nn.Module):
 def attach(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a compiled module in place."""
     original = type(model)
-    model.__class__ = type(f"Compiled{original.__name__}", (CompiledModule, original), {"__module__": original.__module__})
+    model.__class__ = type(original.__name__, (CompiledModule, original), {"__module__": original.__module__, "__qualname__": original.__qualname__})
     object.__setattr__(model, "_graphacc_engine", engine)
 
 

@@ -29,8 +29,9 @@ def gemma2() -> nn.Module:
 def bloom() -> nn.Module:
     """ALiBi; every layer checkpointed."""
     config = transformers.BloomConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False
-    )
+        vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
+        use_cache=False,
+    )  # fmt: skip
     model = transformers.BloomForCausalLM(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the name that most scripts use
@@ -41,8 +42,8 @@ def bloom() -> nn.Module:
 def deberta() -> nn.Module:
     """Attention with gathered relative positions."""
     config = transformers.DebertaV2Config(
-        **zoo._ENCODER, vocab_size=VOCAB, relative_attention=True, position_buckets=8, max_relative_positions=16, share_att_key=True,
-        pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0,
+        **zoo._ENCODER, vocab_size=VOCAB, relative_attention=True, position_buckets=8, max_relative_positions=16,
+        share_att_key=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0,
     )  # fmt: skip
     return transformers.DebertaV2ForMaskedLM(config)
 
@@ -314,7 +315,8 @@ def test_reentrant_checkpoint_without_a_gradient_gives_none_as_in_torch():
         assert torch.allclose(got[name], value, atol=1e-6), name
 
 
-@pytest.mark.parametrize("part", [nn.BatchNorm1d(4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))], ids=["batch", "spectral"])
-def test_a_checkpointed_part_that_writes_buffers_warns(part):
+@pytest.mark.parametrize("norm", ["batch", "spectral"])
+def test_a_checkpointed_part_that_writes_buffers_warns(norm):
+    part = nn.BatchNorm1d(4) if norm == "batch" else nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="writes buffer.*twice per step"):
         one_step(compiled(Checkpointed(part, use_reentrant=False), None))
