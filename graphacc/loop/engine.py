@@ -49,8 +49,15 @@ class ModelCall:
     mode: tuple  # training flag of every module, requires_grad of every parameter
 
     def __call__(self, *args, **kwargs):
-        with self.engine.direct_calls():
-            return self.engine.model(*args, **kwargs)
+        """Call the model in the mode in which the loop called it, which may be another by now."""
+        modules, flags = list(self.engine.model.modules()), self.mode[0]
+        now = [module.training for module in modules]
+        try:
+            _set_training(modules, flags)
+            with self.engine.direct_calls():
+                return self.engine.model(*args, **kwargs)
+        finally:
+            _set_training(modules, now)
 
 
 class Engine:
@@ -118,7 +125,9 @@ class Engine:
 
     def _new_tape(self) -> Tape:
         self.counter += 1
-        return Tape(self, self.counter)
+        tape = Tape(self, self.counter)
+        tape.parameter_versions = {name: handle.version for name, handle in self.handles.items()}
+        return tape
 
     def _discard(self, tape: Tape) -> None:
         """A recording without backward ends: its only effect is on the buffers."""
@@ -389,10 +398,11 @@ class Engine:
         microbatch: int | None = None,
     ) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
         """Bring the host's news to the devices, run, and mark what the program changed."""
-        self._upload(compiled)
+        self._upload(compiled, tape)
         seed = self.seed ^ ((microbatch or 0) * _GOLDEN & 0xFFFFFFFF)
         feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [seed, tape.counter & 0xFFFFFFFF]}
-        for path, tensor in zip(tape.external_paths, tape.externals):
+        for index, path in enumerate(tape.external_paths):
+            tensor = tape.external(index)
             if microbatch is not None:
                 tensor = build.microbatch(tensor, tape, self.programs.strategy.microbatches, microbatch)
             feeds[Kind.BATCH, path] = tensor
@@ -407,13 +417,18 @@ class Engine:
                 self.handles[item.target].host_is_stale = True
         return fetched
 
-    def _upload(self, compiled: Compiled) -> None:
+    def _upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""
         for item in compiled.graph.inputs:
             if item.kind not in (Kind.PARAM, Kind.BUFFER):
                 continue
             handle = self.handles.get(item.target)
             if handle is not None and (handle.host_is_newer or not self.programs.holds(item.kind, item.target)):
+                if compiled.kind != "update" and handle.version != tape.parameter_versions.get(handle.name, handle.version):
+                    raise LoopError(
+                        f"{handle.name!r} was written between the model's call and optimizer.step(), but the compiled step runs the call "
+                        "only then: write parameters and buffers before the call or after the step"
+                    )
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
 
@@ -475,6 +490,11 @@ class Engine:
     def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]]) -> None:
         for (kind, target), fetch in fetched.items():
             tape.fulfil(tape.loss if kind is Kind.LOSS else int(target), fetch)
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:

@@ -52,6 +52,12 @@ class Handle:
         with torch._C.DisableTorchFunctionSubclass():
             return self.exposed or self.tensor._version != self.uploaded_version
 
+    @property
+    def version(self) -> int:
+        """The version counter of the host copy."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor._version
+
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -54,6 +54,7 @@ class Call:
     results: tuple[int, ...]  # value index of every tensor in the result, in pytree order
     result_leaves: tuple  # the flattened result: a Ref for a tensor, the object itself otherwise
     result_spec: pytree.TreeSpec
+    grad_enabled: bool  # recorded outside of torch.no_grad()
 
 
 class Tape:
@@ -67,6 +68,8 @@ class Tape:
         self.promises: dict[int, weakref.ref] = {}
         self.externals: list[Tensor] = []
         self.external_paths: list[str] = []
+        self.external_versions: list[int] = []  # version counters when they were recorded
+        self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss
         self.grad_values: dict[str, int] = {}  # parameter name -> value index of the gradient that backward gave
@@ -80,6 +83,7 @@ class Tape:
 
     def record(self, function: Callable, args: tuple, kwargs: dict):
         """Add a call, unless it neither makes nor changes a tensor; returns its result with promises for tensors."""
+        _refuse_autocast(function)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
         remembered = self._remembered(function, refs, spec)
@@ -126,6 +130,7 @@ class Tape:
             if known is leaf:
                 return External(index)
         self.externals.append(leaf)
+        self.external_versions.append(leaf._version)
         self.external_paths.append(f"{len(self.calls)}.{path}" if self.calls else path)
         return External(len(self.externals) - 1)
 
@@ -136,7 +141,7 @@ class Tape:
         if template is None or template is self or place >= len(template.calls) or not self._follows(template):
             return None
         call = template.calls[place]
-        if call.function != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
+        if call.grad_enabled != torch.is_grad_enabled() or call.function != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
             return None
         same = all(
             self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External)
@@ -147,6 +152,20 @@ class Tape:
         if self.backward_at is not None and self.backward_at != template.backward_at:
             return False
         return not self.calls or self.calls[-1] is template.calls[len(self.calls) - 1]
+
+    def external(self, index: int) -> Tensor:
+        """A tensor from outside, which must still be what it was when it was recorded.
+
+        Raises:
+            LoopError: it was written in place since.
+        """
+        tensor = self.externals[index]
+        if tensor._version != self.external_versions[index]:
+            raise LoopError(
+                f"{self.external_paths[index]} was written in place between its use and optimizer.step(), where the compiled step reads it: "
+                "fill the next batch into it after the step, or pass a copy (.clone())"
+            )
+        return tensor
 
     def external_key(self, index: int) -> tuple:
         tensor = self.externals[index]
@@ -173,7 +192,7 @@ class Tape:
             elif not isinstance(leaf, _STATIC):
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
-        return Call(function, refs, spec, tuple(indices), tuple(result_leaves), result_spec)
+        return Call(function, refs, spec, tuple(indices), tuple(result_leaves), result_spec, torch.is_grad_enabled())
 
     def _resolve(self, ref: "Ref | External | Param") -> "Tensor | Param":
         if isinstance(ref, Ref):
@@ -244,7 +263,8 @@ class Tape:
 
         for call in calls:
             args, kwargs = pytree.tree_unflatten([resolve(leaf) for leaf in call.leaves], call.spec)
-            result = call.function(*args, **kwargs)
+            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()):
+                result = call.function(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
             env.update(zip(call.results, tensors))
@@ -261,7 +281,7 @@ class Tape:
         """Hashable identity of recorded calls, with the shapes and dtypes of the externals that they use."""
         used = sorted({leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, External)})
         return (
-            tuple((call.function, _hashable(call.leaves), call.spec, call.results) for call in calls),
+            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled) for call in calls),
             tuple((index, *self.external_key(index)) for index in used),
         )
 
@@ -271,6 +291,14 @@ class _Plain:
     """The result of a function that is no tensor (a size, a dtype)."""
 
     result: object
+
+
+def _refuse_autocast(function: Callable) -> None:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise LoopError(
+            f"{_name(function)} runs under torch.autocast, which a compiled step does not see: leave autocast out, and give "
+            'graphacc.compile precision="bf16" to compute in bf16 with fp32 parameters'
+        )
 
 
 def _name(function: Callable) -> str:

@@ -164,6 +164,37 @@ def values_made_after_backward(model):
     return seen
 
 
+def no_grad_inside_the_loss(model):
+    """What is computed under no_grad is a constant of the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data():
+        out = model(x)
+        with torch.no_grad():
+            weights = 1 - out.softmax(-1).gather(1, y[:, None]).squeeze(1)
+        loss = (weights * F.cross_entropy(out, y, reduction="none")).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mode_changed_before_backward(model):
+    """The call's own mode counts, not the one at backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data():
+        model.train()
+        loss = F.cross_entropy(model(x), y)
+        model.eval()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def two_optimizers(model):
     matrices = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.1, momentum=0.9)
     rest = torch.optim.AdamW([model.second.bias, *model.norm.parameters()], lr=1e-2)
@@ -296,6 +327,8 @@ LOOPS = [
     accumulated_and_clipped,
     gradients_read,
     gradients_changed,
+    no_grad_inside_the_loss,
+    mode_changed_before_backward,
     values_made_after_backward,
     two_optimizers,
     zeroed_in_place,
@@ -493,6 +526,35 @@ def test_backward_without_zero_grad_is_refused():
     run_once(model, optimizer, *data(1)[0])
     with pytest.raises(graphacc.LoopError, match="zero_grad"):
         run_once(model, optimizer, *data(1)[0])
+
+
+def test_a_batch_written_before_the_step_is_refused():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), = data(1)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    x.zero_()
+    with pytest.raises(graphacc.LoopError, match=r"args\[0\] was written in place .*\.clone"):
+        optimizer.step()
+
+
+def test_a_parameter_written_before_the_step_is_refused():
+    model = compiled(Net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), = data(1)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    with torch.no_grad():
+        model.first.weight.clamp_(-0.1, 0.1)
+    with pytest.raises(graphacc.LoopError, match="'first.weight' was written between"):
+        optimizer.step()
+
+
+def test_autocast_is_refused():
+    model = compiled(Net(), None)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(graphacc.LoopError, match='precision="bf16"'):
+        model(data(1)[0][0])
 
 
 def test_closures_are_refused():
