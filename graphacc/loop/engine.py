@@ -21,7 +21,7 @@ from graphacc.loop import build
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, Handle, SpentGradient, manage
-from graphacc.loop.optimizers import Binding, bind
+from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import Promise
 from graphacc.loop.tape import Tape
@@ -295,7 +295,9 @@ class Engine:
         """What ties an optimizer to this model; made at first use."""
         if id(optimizer) not in self.bindings:
             self.bindings[id(optimizer)] = bind(self, optimizer)
-        return self.bindings[id(optimizer)]
+        binding = self.bindings[id(optimizer)]
+        binding.names = parameter_names(self, optimizer)  # groups can be added
+        return binding
 
     def _joint(self, tape: Tape) -> StepGraph:
         key = (tape.key(tape.forward_calls), tape.loss, tuple(tape.outputs))

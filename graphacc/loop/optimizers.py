@@ -65,11 +65,11 @@ def install_hooks() -> None:
         _hooks_installed = True
 
 
-def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
-    """Tie an optimizer to the compiled model whose parameters it holds.
+def parameter_names(engine: "Engine", optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of an optimizer's parameters, in order of its groups.
 
     Raises:
-        LoopError: the optimizer also holds parameters of nothing, or of another, compiled model.
+        LoopError: it holds a parameter that is none of the compiled model's.
     """
     names = []
     for group in optimizer.param_groups:
@@ -81,7 +81,12 @@ def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
                     "give each compiled model an optimizer of its own, made from its model.parameters()"
                 )
             names.append(handle.name)
-    binding = Binding(optimizer, tuple(names))
+    return tuple(names)
+
+
+def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
+    """Tie an optimizer to the compiled model whose parameters it holds; raises as `parameter_names`."""
+    binding = Binding(optimizer, parameter_names(engine, optimizer))
     owner = weakref.ref(engine)
 
     def fetch_state(_optimizer):

@@ -195,6 +195,17 @@ def mode_changed_before_backward(model):
     return losses
 
 
+def group_added_midway(model):
+    optimizer = torch.optim.AdamW(model.second.parameters(), lr=1e-2)
+    for i, (x, y) in enumerate(data()):
+        if i == 2:
+            optimizer.add_param_group({"params": model.first.parameters(), "lr": 1e-3})
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.zero_grad()
+    return []
+
+
 def two_optimizers(model):
     matrices = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.1, momentum=0.9)
     rest = torch.optim.AdamW([model.second.bias, *model.norm.parameters()], lr=1e-2)
@@ -327,6 +338,7 @@ LOOPS = [
     accumulated_and_clipped,
     gradients_read,
     gradients_changed,
+    group_added_midway,
     no_grad_inside_the_loss,
     mode_changed_before_backward,
     values_made_after_backward,
