@@ -44,7 +44,7 @@ def compile(
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
         capture: "fx" captures a torch.fx graph; "auto" means the same.
         seed: of the random numbers inside the model; default: torch's current seed.
-        max_grad_norm: clip the total 2-norm of the gradients in every step.
+        max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
         nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
         batch_dims: path of a batch tensor, such as "model.kwargs['src']" -> the dim along which it is split over the data axes, or None
             to give every device all of it. Default: dim 0. Any choice gives the same result; a good one is faster.
@@ -103,7 +103,7 @@ def train_step(
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return value.detach()
+        return value
 
     return step
 

@@ -37,7 +37,7 @@ class Options:
     """What the user asked for besides the strategy."""
 
     seed: int  # first word of every random key
-    max_grad_norm: float | None = None  # clip the total gradient norm in the step
+    max_grad_norm: float | None = None  # clip the total norm of the gradients that an optimizer's step uses
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
 
 
