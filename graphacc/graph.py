@@ -44,15 +44,20 @@ class Kind(enum.Enum):
     KEY = "key"  # the random key of this step: int64[2] holding two 32-bit words (seed, counter)
     LOSS = "loss"  # output only: the loss, 0-d
     USER = "user"  # output only: a tensor that the user's loop still holds; target is its index
+    CROSS = "cross"  # a value that one program of a pipeline passes to another; target is the node that made it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One dim of a tensor is split into equal contiguous blocks along one mesh axis."""
+    """One dim of a tensor, read as [outer, size, rest], is split along one mesh axis: a rank holds [outer, 1, rest], flattened.
+
+    With `outer` 1 the blocks are contiguous. A fused query-key-value projection that is split by heads has `outer` 3.
+    """
 
     axis: str  # name of the mesh axis
     size: int  # number of ranks on that axis
     dim: int  # dim of the tensor, non-negative
+    outer: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ def local_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...
 
 
 def padded_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...]:
-    """The global shape as it is stored: every sharded dim padded up so that all its blocks are equal."""
+    """The global shape as it is stored: every sharded dim padded up so that all its blocks are equal (see runtime/layout.py)."""
     shards = tuple(shards)
     padded = list(local_shape(shape, shards))
     for shard in shards:

@@ -30,7 +30,7 @@ from graphacc.lowering.dtypes import to_jax, to_torch
 from graphacc.runtime import checkpoint_files as files
 from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
 from graphacc.runtime.exchange import numpy_view, place, torch_view
-from graphacc.runtime.layout import Item, bounds, extent, sharding, stored_shape
+from graphacc.runtime.layout import Item, bounds, extent, pieces, sharding, stored_shape
 
 Saved = torch.Tensor | tuple[jax.Array, Item]
 """A tensor on the host (the same in every process), or an array on the devices with its layout."""
@@ -156,20 +156,13 @@ def _blocks(name: str, value: Saved) -> list[Block]:
     array, item = value
     blocks = []
     for shard in array.addressable_shards:
-        index = bounds(shard.index, item.shape)
-        if shard.replica_id == 0 and all(part.stop > part.start for part in index):
-            whole = extent(index) == item.shape
-            blocks.append(
-                Block(
-                    name, _saved_dtype(name, item.dtype), index, whole, lambda data=shard.data, index=index: _inside(data, index)
-                )
-            )
+        if shard.replica_id != 0:
+            continue
+        for here, there in pieces(bounds(shard.index, array.shape), item):
+            whole = extent(there) == item.shape
+            read = lambda data=shard.data, here=here: np.asarray(data)[here]  # noqa: E731  (the file is written later)
+            blocks.append(Block(name, _saved_dtype(name, item.dtype), there, whole, read))
     return blocks
-
-
-def _inside(data: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
-    """A shard's values without its padding."""
-    return np.asarray(data)[tuple(slice(0, size) for size in extent(index))]
 
 
 def _saved_dtype(name: str, dtype: torch.dtype) -> np.dtype:
@@ -285,12 +278,12 @@ def _load_one(reader: Reader, name: str, item: Item, mesh: Mesh) -> jax.Array:
 
 
 def _padded_block(reader: Reader, name: str, item: Item, outer: tuple[slice, ...]) -> np.ndarray:
-    inside = bounds(outer, item.shape)
-    values = reader.read(name, inside)
-    if extent(inside) == extent(outer):
-        return values
-    result = np.zeros(extent(outer), values.dtype)
-    result[tuple(slice(0, size) for size in extent(inside))] = values
+    parts = [(here, reader.read(name, there)) for here, there in pieces(outer, item)]
+    if len(parts) == 1 and parts[0][1].shape == extent(outer):
+        return parts[0][1]
+    result = np.zeros(extent(outer), to_jax(item.dtype))
+    for here, values in parts:
+        result[here] = values
     return result
 
 

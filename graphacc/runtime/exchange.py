@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from graphacc._compat.jax_ import x64
 from graphacc.errors import GraphError
-from graphacc.runtime.layout import Item, bounds, extent, sharding, stored_shape
+from graphacc.runtime.layout import Item, bounds, orders, pieces, sharding, stored_shape
 
 _VIEWS = {
     torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
@@ -48,7 +48,7 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
             f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, "
             f"got {tensor.dtype}{list(tensor.shape)}"
         )
-    host = _pad(numpy_view(tensor), stored_shape(item))
+    host = _stored(numpy_view(tensor), item)
     return place(host.shape, host.dtype, sharding(item, mesh), host.__getitem__, copy=copy)
 
 
@@ -82,8 +82,9 @@ def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor
     result = torch.empty(item.shape, dtype=item.dtype)
     host = numpy_view(result)
     for index, block in _blocks(array).items():
-        inside = bounds(tuple(slice(*part) for part in index), item.shape)
-        host[inside] = np.asarray(block)[tuple(slice(0, size) for size in extent(inside))]
+        values = np.asarray(block)
+        for here, there in pieces(tuple(slice(*part) for part in index), item):
+            host[there] = values[here]
     return result
 
 
@@ -104,7 +105,13 @@ def torch_view(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _pad(host: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _stored(host: np.ndarray, item: Item) -> np.ndarray:
+    """The global array as it is stored: padded, and in the order of the devices' blocks."""
+    for dim, order in orders(item).items():
+        taken = np.take(host, np.maximum(order, 0), axis=dim)
+        taken[(slice(None),) * dim + (order < 0,)] = 0
+        host = taken
+    shape = stored_shape(item)
     if host.shape == shape:
         return host
     padded = np.zeros(shape, host.dtype)

@@ -1,15 +1,19 @@
 """How a tensor of a StepGraph's signature lies on a mesh.
 
-An item is an `Input` or an `Output`. Its global array on the devices has the padded shape: the tensor itself stands at the
-start of every dim, zeros behind it.
+An item is an `Input` or an `Output`. Its global array on the devices is the devices' blocks behind one another, each padded with
+zeros at its end. Along most dims that is the tensor itself, with zeros behind it. Along a dim that is split in interleaved blocks
+(`Shard.outer`), or padded within a block of another axis, the tensor's elements stand in the order that `stored_order` gives.
 """
 
 import collections
+import functools
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from graphacc.graph import Input, Output, padded_shape
+from graphacc.graph import Input, Output, Shard, padded_shape
 from graphacc.lowering.dtypes import to_jax
 
 Item = Input | Output
@@ -62,3 +66,58 @@ def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
 def extent(index: Index) -> tuple[int, ...]:
     """The shape of what an index with explicit bounds selects."""
     return tuple(part.stop - part.start for part in index)
+
+
+@functools.lru_cache(maxsize=1024)
+def stored_order(size: int, shards: tuple[Shard, ...]) -> np.ndarray | None:
+    """Position in the stored array -> position in the tensor, -1 for padding, of a dim of `size` that `shards` split.
+
+    None where the tensor stands at the start of the dim in its own order.
+
+    Examples:
+        >>> stored_order(8, (Shard(axis="tp", size=2, dim=0, outer=2),))
+        array([0, 1, 4, 5, 2, 3, 6, 7])
+        >>> stored_order(8, (Shard(axis="tp", size=2, dim=0),)) is None
+        True
+    """
+    blocks = [np.arange(size)]
+    for shard in shards:
+        length = -(-len(blocks[0]) // shard.size) * shard.size
+        padded = [np.pad(block, (0, length - len(block)), constant_values=-1) for block in blocks]
+        parts = [block.reshape(shard.outer, shard.size, -1) for block in padded]
+        blocks = [part[:, rank].reshape(-1) for part in parts for rank in range(shard.size)]
+    order = np.concatenate(blocks)
+    plain = np.arange(len(order))
+    return None if np.array_equal(order, np.where(plain < size, plain, -1)) else order
+
+
+def orders(item: Item) -> dict[int, np.ndarray]:
+    """Dim -> `stored_order`, of the dims whose order is not the tensor's own."""
+    found = {}
+    for dim in sorted({shard.dim for shard in item.shards}):
+        order = stored_order(item.shape[dim], tuple(shard for shard in item.shards if shard.dim == dim))
+        if order is not None:
+            found[dim] = order
+    return found
+
+
+def pieces(index: Index, item: Item) -> Iterator[tuple[Index, Index]]:
+    """The parts of a block of the stored array that lie together in the tensor: (where in the block, where in the tensor)."""
+    runs = [list(_runs(part, item.shape[dim], orders(item).get(dim))) for dim, part in enumerate(index)]
+    for combined in itertools.product(*runs):
+        yield tuple(run[0] for run in combined), tuple(run[1] for run in combined)
+
+
+def _runs(part: slice, size: int, order: np.ndarray | None) -> Iterator[tuple[slice, slice]]:
+    """One dim's share of `pieces`."""
+    if order is None:
+        stop = min(part.stop, size)
+        if stop > part.start:
+            yield slice(0, stop - part.start), slice(part.start, stop)
+        return
+    positions = order[part]
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    for run in np.split(np.arange(len(positions)), edges):
+        first = int(positions[run[0]])
+        if first >= 0:
+            yield slice(int(run[0]), int(run[-1]) + 1), slice(first, first + len(run))

@@ -66,7 +66,8 @@ def block(x: Tensor, shards: Sequence[Shard], at: Coordinates) -> Tensor:
         size = -(-x.shape[shard.dim] // shard.size)
         behind = x.dim() - 1 - shard.dim
         padded = torch.nn.functional.pad(x, [0, 0] * behind + [0, size * shard.size - x.shape[shard.dim]])
-        x = padded.narrow(shard.dim, at[shard.axis] * size, size)
+        parts = padded.unflatten(shard.dim, (shard.outer, shard.size, size // shard.outer))
+        x = parts.select(shard.dim + 1, at[shard.axis]).flatten(shard.dim, shard.dim + 1)
     return x.contiguous()
 
 
@@ -83,7 +84,8 @@ def _join(blocks: Mapping[tuple[int, ...], Tensor], at: Coordinates, shape: tupl
     inner = list(shape)
     inner[first.dim] = -(-shape[first.dim] // first.size)
     parts = [_join(blocks, {**at, first.axis: i}, tuple(inner), tuple(rest)) for i in range(first.size)]
-    return torch.cat(parts, first.dim).narrow(first.dim, 0, shape[first.dim])
+    stacked = torch.stack([part.unflatten(first.dim, (first.outer, -1)) for part in parts], first.dim + 1)
+    return stacked.flatten(first.dim, first.dim + 2).narrow(first.dim, 0, shape[first.dim])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """The values that stay on the devices between programs: parameters, buffers, optimizer state, gradients."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import x64
 from graphacc.graph import Kind, local_shape
-from graphacc.runtime.layout import Item, dtype_of, sharding, stored_shape
+from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape
 
 Key = tuple[Kind, str]  # kind and target
 
@@ -62,16 +64,23 @@ class TrainState:
 def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
     """An item's array in another layout, moved between the devices."""
     assert (old.shape, old.dtype) == (new.shape, new.dtype), f"{old} and {new} are different tensors"
-    if stored_shape(old) == stored_shape(new):
+    if stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
         return jax.device_put(array, sharding(new, mesh))
     with x64():
-        return _repad(old.shape, stored_shape(new), sharding(new, mesh))(array)
+        return _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
 
 
 @functools.lru_cache(maxsize=256)
-def _repad(shape: tuple[int, ...], padded: tuple[int, ...], layout: jax.sharding.NamedSharding):
-    def repad(array: jax.Array) -> jax.Array:
-        inside = array[tuple(slice(0, size) for size in shape)]
-        return jnp.pad(inside, [(0, big - small) for big, small in zip(padded, shape)])
+def _restore(old: Item, new: Item, layout: jax.sharding.NamedSharding):
+    """From one stored form to another, by way of the tensor itself."""
 
-    return jax.jit(repad, out_shardings=layout)
+    def restore(array: jax.Array) -> jax.Array:
+        for dim, order in orders(old).items():
+            places = np.flatnonzero(order >= 0)
+            array = jnp.take(array, places[np.argsort(order[places])], axis=dim)
+        array = array[tuple(slice(0, size) for size in old.shape)]
+        for dim, order in orders(new).items():
+            array = jnp.take(array, np.where(order < 0, new.shape[dim], order), axis=dim, mode="fill", fill_value=0)
+        return jnp.pad(array, [(0, big - small) for big, small in zip(stored_shape(new), array.shape)])
+
+    return jax.jit(restore, out_shardings=layout)

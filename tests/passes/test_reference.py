@@ -26,6 +26,15 @@ def test_blocks_join_to_the_global_tensor():
         assert torch.equal(join(blocks, x.shape, shards, mesh), x)
 
 
+def test_interleaved_blocks_join_to_the_global_tensor():
+    mesh = {"dp": 2, "fsdp": 3}
+    x = torch.randn(7, 12)
+    shards = (Shard(axis="dp", size=2, dim=1, outer=3), Shard(axis="fsdp", size=3, dim=1))
+    blocks = [block(x, shards, at) for at in coordinates(mesh)]
+    assert torch.equal(blocks[0], x[:, [0, 1]]) and torch.equal(blocks[3], x[:, [2, 3]])
+    assert torch.equal(join(blocks, x.shape, shards, mesh), x)
+
+
 @pytest.mark.parametrize(("name", "strategy"), [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")])
 def test_training_step_in_processes(name, strategy):
     case = zoo_case(name)

@@ -38,8 +38,8 @@ def an_output(kind: Kind, target: str, shape, dtype=torch.float32, shards=()) ->
     return Output(kind=kind, target=target, shape=tuple(shape), dtype=dtype, shards=tuple(shards))
 
 
-def split(axis: str, size: int, dim: int = 0) -> Shard:
-    return Shard(axis=axis, size=size, dim=dim)
+def split(axis: str, size: int, dim: int = 0, outer: int = 1) -> Shard:
+    return Shard(axis=axis, size=size, dim=dim, outer=outer)
 
 
 def gather(x: torch.Tensor, size: int, axis: str) -> torch.Tensor:

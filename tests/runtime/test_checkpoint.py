@@ -94,6 +94,19 @@ def test_a_layout_split_along_two_axes_and_another_dim(tmp_path):
     assert same(to_torch(checkpoint.load(tmp_path, {"w": new}, mesh)["w"], new), tensor)
 
 
+def test_interleaved_blocks_are_saved_and_loaded_in_the_tensors_order(tmp_path):
+    """A fused projection split by heads over tp=2 (and its rows over fsdp=4) loads under another strategy, and back."""
+    tensor = torch.randn(10, 12)
+    mesh = mesh_of(Strategy(fsdp=4, tp=2))
+    fused = an_input(Kind.PARAM, "w", (10, 12), shards=[split("tp", 2, 1, outer=3), split("fsdp", 4, 0)])
+    rows = an_input(Kind.PARAM, "w", (10, 12), shards=[split("fsdp", 4, 0)])
+    checkpoint.save(tmp_path / "a", {"w": (to_device(tensor, fused, mesh), fused)}, {})
+    array = checkpoint.load(tmp_path / "a", {"w": rows}, mesh)["w"]
+    assert same(to_torch(array, rows), tensor)
+    checkpoint.save(tmp_path / "b", {"w": (array, rows)}, {})
+    assert same(to_torch(checkpoint.load(tmp_path / "b", {"w": fused}, mesh)["w"], fused), tensor)
+
+
 def test_host_tensors_and_loading_to_the_host(tmp_path):
     arrays = on_devices(Strategy(fsdp=8))
     checkpoint.save(tmp_path, {**arrays, "weight": TENSORS["weight"].t().contiguous().t()}, {})

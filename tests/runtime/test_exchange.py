@@ -38,6 +38,9 @@ LAYOUTS = {
     "two axes on one dim": (Strategy(dp=2, fsdp=4), (16, 2), [split("dp", 2), split("fsdp", 4)]),
     "two axes on one dim, other order": (Strategy(dp=2, fsdp=4), (16, 2), [split("fsdp", 4), split("dp", 2)]),
     "two axes on two dims": (Strategy(dp=2, fsdp=4), (3, 9), [split("dp", 2, 0), split("fsdp", 4, 1)]),
+    "interleaved": (Strategy(tp=2, fsdp=4), (5, 12), [split("tp", 2, 1, outer=3)]),
+    "interleaved, then rows and padding": (Strategy(tp=2, fsdp=4), (12, 3), [split("tp", 2, 0, outer=3), split("fsdp", 4, 0)]),
+    "interleaved on two dims": (Strategy(tp=2, fsdp=4), (8, 12), [split("tp", 2, 1, outer=3), split("fsdp", 4, 0, outer=2)]),
     "0-d": (Strategy(dp=2, fsdp=4), (), []),
     "empty": (Strategy(fsdp=8), (0, 4), [split("fsdp", 8)]),
     "one device": (Strategy(), (5, 7), []),
@@ -79,12 +82,19 @@ def test_round_trip(layout, dtype):
 
 
 def test_blocks_lie_major_to_minor_and_padding_is_zero():
-    """rows 0..9 over dp=2 and fsdp=2 of 4 devices: [0 1 2] [3 4 5] | [6 7 8] [9 - -]"""
+    """rows 0..9 over dp=2 and fsdp=2 of 4 devices: [0 1 2] [3 4 -] | [5 6 7] [8 9 -], as the program of one device cuts them"""
     mesh = mesh_of(Strategy(dp=2, fsdp=2))
     item = an_input(Kind.BATCH, "x", (10,), torch.int64, [split("dp", 2), split("fsdp", 2)])
     array = to_device(torch.arange(10), item, mesh)
     at = {shard.device: np.asarray(shard.data).tolist() for shard in array.addressable_shards}
-    assert [at[device] for device in mesh.devices.flat] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 0]]
+    assert [at[device] for device in mesh.devices.flat] == [[0, 1, 2], [3, 4, 0], [5, 6, 7], [8, 9, 0]]
+
+
+def test_interleaved_blocks():
+    """A fused projection of three parts over tp=2: every rank holds its half of each part."""
+    item = an_input(Kind.PARAM, "x", (12,), torch.int64, [split("tp", 2, outer=3)])
+    array = to_device(torch.arange(12), item, mesh_of(Strategy(tp=2)))
+    assert [np.asarray(s.data).tolist() for s in array.addressable_shards] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
 
 
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20])

@@ -12,6 +12,8 @@ WHOLE = []
 ROWS = [split("fsdp", 4)]
 ROWS_DP = [split("dp", 2), split("fsdp", 4)]
 COLUMNS = [split("fsdp", 4, 1)]
+INTERLEAVED = [split("dp", 2, 1, outer=3), split("fsdp", 4, 0)]
+LAYOUTS = {"whole": WHOLE, "rows": ROWS, "rows of both axes": ROWS_DP, "columns": COLUMNS, "interleaved": INTERLEAVED}
 
 
 @pytest.fixture
@@ -19,8 +21,8 @@ def mesh():
     return make_mesh(Strategy(dp=2, fsdp=4), select_devices(8))
 
 
-@pytest.mark.parametrize("new", [WHOLE, ROWS, ROWS_DP, COLUMNS], ids=["whole", "rows", "rows of both axes", "columns"])
-@pytest.mark.parametrize("old", [WHOLE, ROWS, ROWS_DP, COLUMNS], ids=["whole", "rows", "rows of both axes", "columns"])
+@pytest.mark.parametrize("new", list(LAYOUTS.values()), ids=list(LAYOUTS))
+@pytest.mark.parametrize("old", list(LAYOUTS.values()), ids=list(LAYOUTS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool], ids=str)
 def test_a_value_is_given_in_the_layout_that_is_wanted(mesh, old, new, dtype):
     tensor = torch.randn(10, 6).to(dtype)
