@@ -5,12 +5,13 @@
 
 namespace {
 
+using gacc::FlashKernels;
 using gacc::Kernels;
 
 bool always() { return true; }
 
 #ifdef GACC_X86
-bool has_avx2() { return __builtin_cpu_supports("avx2"); }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -20,14 +21,15 @@ bool has_avx512() {
 
 struct Choice {
   const Kernels* kernels;
+  const FlashKernels* flash;
   bool (*available)();
 };
 
 const Choice choices[] = {
-    {&gacc::kernels_portable, always},
+    {&gacc::kernels_portable, &gacc::flash_portable, always},
 #ifdef GACC_X86
-    {&gacc::kernels_avx2, has_avx2},
-    {&gacc::kernels_avx512, has_avx512},
+    {&gacc::kernels_avx2, &gacc::flash_avx2, has_avx2},
+    {&gacc::kernels_avx512, &gacc::flash_avx512, has_avx512},
 #endif
 };
 
@@ -35,20 +37,36 @@ constexpr int32_t num_choices = sizeof(choices) / sizeof(choices[0]);
 
 bool known(int32_t isa) { return isa >= 0 && isa < num_choices; }
 
+const Choice* find(int32_t isa) {
+  if (!known(isa)) {
+    gacc::fail("instruction set number %d is not in [0, %d)", isa, num_choices);
+    return nullptr;
+  }
+  if (!choices[isa].available()) {
+    gacc::fail("this CPU does not run the %s kernels", choices[isa].kernels->isa);
+    return nullptr;
+  }
+  return &choices[isa];
+}
+
 }  // namespace
 
 namespace gacc {
 
 const Kernels* find_kernels(int32_t isa) {
-  if (!known(isa)) {
-    fail("instruction set number %d is not in [0, %d)", isa, num_choices);
-    return nullptr;
-  }
-  if (!choices[isa].available()) {
-    fail("this CPU does not run the %s kernels", choices[isa].kernels->isa);
-    return nullptr;
-  }
-  return choices[isa].kernels;
+  const Choice* choice = find(isa);
+  return choice ? choice->kernels : nullptr;
+}
+
+const FlashKernels* find_flash_kernels(int32_t isa) {
+  const Choice* choice = find(isa);
+  return choice ? choice->flash : nullptr;
+}
+
+int32_t best_isa() {
+  int32_t isa = num_choices - 1;
+  while (!choices[isa].available()) --isa;
+  return isa;
 }
 
 }  // namespace gacc

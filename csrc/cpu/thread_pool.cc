@@ -31,7 +31,11 @@ ThreadPool& ThreadPool::instance() { return *pool.load(); }
 
 void ThreadPool::run(int64_t num_tasks, int num_threads, const std::function<void(int64_t)>& task) {
   const int num_workers = static_cast<int>(std::min<int64_t>(num_threads, num_tasks)) - 1;
-  std::lock_guard<std::mutex> turn(turn_);
+  std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (!turn) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i);
+    return;
+  }
   Job job{task, num_tasks, num_workers};
   if (num_workers > 0) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -15,7 +15,8 @@ class ThreadPool {
  public:
   static ThreadPool& instance();
 
-  // Calls task(0) .. task(num_tasks - 1), each once, on at most num_threads threads. Callers on several threads take turns.
+  // Calls task(0) .. task(num_tasks - 1), each once, on at most num_threads threads. A caller that finds the
+  // pool busy with another caller's job does its tasks alone: XLA's virtual devices run at once, each on a thread of its own.
   void run(int64_t num_tasks, int num_threads, const std::function<void(int64_t)>& task);
 
  private:

@@ -6,10 +6,10 @@
 
 #include <stdint.h>
 
-#define GACC_ABI_VERSION 1
+#define GACC_ABI_VERSION 2
 #define GACC_API extern "C" __attribute__((visibility("default")))
 
-enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2 };
+enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2, GACC_F16 = 3 };
 
 // The hyperparameters of one parameter group, as torch.optim.AdamW names them.
 struct gacc_adam_group {
@@ -51,3 +51,40 @@ GACC_API int32_t gacc_traffic_probe(float* param, float* exp_avg, float* exp_avg
 
 // Asks for huge pages for the whole pages inside [data, data + size_bytes); to be called before they are first touched.
 GACC_API int32_t gacc_advise_huge_pages(void* data, int64_t size_bytes);
+
+// What a query gets whose keys are all masked.
+enum gacc_empty_rows : int32_t {
+  GACC_ZEROS = 0,            // zeros, as with masks of -infinity in torch's fused attention
+  GACC_UNIFORM = 1,          // the mean over all keys, as where a mask adds the lowest finite number to the scores
+  GACC_UNIFORM_CONSTANT = 2  // the same, and the bias gets no gradient: the mask stood in the bias' place
+};
+
+// One attention. Arrays are dense and row-major; B samples, H query heads, G key/value heads (H a multiple of G), T queries, S keys.
+// Query t sees key s if t - left <= s <= t + right (a negative bound is none), if their segments are equal, or there are none.
+struct gacc_attention {
+  const void* q;              // [B, H, T, head_dim]
+  const void* k;              // [B, G, S, head_dim]
+  const void* v;              // [B, G, S, value_dim]
+  const float* bias;          // null, or added to the scores, in `bias_strides`
+  const int32_t* q_segments;  // [B, T], or null together with
+  const int32_t* kv_segments; // [B, S]
+  int64_t bias_strides[4];    // in elements, of [B, H, T, S]; 0 where the bias broadcasts
+  int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim;
+  int64_t left, right;
+  int32_t dtype;              // of q, k, v, the output and their gradients
+  int32_t empty_rows;
+  float scale;
+  float dropout;              // probability of a zero
+  uint32_t key[2];            // of the random numbers, which graphacc/ops/random.py describes
+  int64_t stream;
+  int64_t start[4];           // index of the first score in the global [B, H, T, S], whose
+  int64_t global_size[4];
+};
+
+// Writes the output [B, H, T, value_dim] and the log-sum-exp of every row [B, H, T].
+GACC_API int32_t gacc_flash_forward(const gacc_attention* attention, void* out, float* lse, int32_t isa, int32_t num_threads);
+
+// Writes the gradients of q, k and v, and adds that of the bias to `grad_bias` if it is not null (in the strides of the bias).
+GACC_API int32_t gacc_flash_backward(const gacc_attention* attention, const void* grad, const void* out, const float* lse,
+                                     void* grad_q, void* grad_k, void* grad_v, float* grad_bias, int32_t isa,
+                                     int32_t num_threads);

@@ -1,0 +1,129 @@
+// Runs the attention and Adam kernels over odd shapes, from several threads at once; built by tests/sanitizers.sh.
+// Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "gacc.h"
+
+namespace {
+
+struct Shape {
+  int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim, left, right;
+};
+
+const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1, -1, -1},     {2, 4, 2, 70, 101, 40, 24, -1, -1}, {1, 2, 1, 64, 128, 64, 64, -1, 0},
+                        {2, 2, 2, 65, 63, 33, 47, 5, 0},   {1, 2, 2, 130, 3, 17, 128, -1, 0},  {1, 1, 1, 3, 130, 256, 16, 0, 70},
+                        {2, 2, 1, 129, 129, 16, 32, 20, 3}, {1, 2, 2, 5, 0, 32, 32, -1, -1},    {0, 2, 2, 5, 5, 32, 32, -1, -1}};
+
+uint32_t state = 1;
+
+float random_number() {
+  state = state * 1664525u + 1013904223u;
+  return static_cast<float>(state >> 8) / 8388608.0f - 1.0f;
+}
+
+// Elements of a dtype in an array of their exact size; bf16 and fp16 get bits that are no NaN in either.
+std::vector<char> array(int64_t numel, int32_t dtype) {
+  std::vector<char> bytes(numel * (dtype == GACC_F32 ? 4 : 2));
+  for (int64_t i = 0; i < numel; ++i) {
+    const float value = random_number();
+    if (dtype == GACC_F32) {
+      reinterpret_cast<float*>(bytes.data())[i] = value;
+    } else {
+      reinterpret_cast<uint16_t*>(bytes.data())[i] = static_cast<uint16_t>(0x3800 + static_cast<int>(value * 500.0f));
+    }
+  }
+  bytes.shrink_to_fit();
+  return bytes;
+}
+
+void require(int32_t status) {
+  if (status == 0) return;
+  std::fprintf(stderr, "%s\n", gacc_last_error());
+  std::abort();
+}
+
+void attention(const Shape& shape, int32_t dtype, int32_t isa, int options, int32_t threads) {
+  const int64_t rows = shape.batch * shape.heads * shape.q_len, kv_rows = shape.batch * shape.kv_heads * shape.kv_len;
+  const auto q = array(rows * shape.head_dim, dtype), k = array(kv_rows * shape.head_dim, dtype);
+  const auto v = array(kv_rows * shape.value_dim, dtype), grad = array(rows * shape.value_dim, dtype);
+  auto out = array(rows * shape.value_dim, dtype), grad_q = q, grad_k = k, grad_v = v;
+  const auto bias = array(shape.heads * shape.q_len * shape.kv_len, GACC_F32);
+  auto grad_bias = bias;
+  std::vector<float> lse(rows);
+  std::vector<int32_t> q_segments(shape.batch * shape.q_len), kv_segments(shape.batch * shape.kv_len);
+  for (size_t i = 0; i < q_segments.size(); ++i) q_segments[i] = i % 3;
+  for (size_t i = 0; i < kv_segments.size(); ++i) kv_segments[i] = i % 2;
+
+  gacc_attention at{};
+  at.q = q.data(), at.k = k.data(), at.v = v.data();
+  at.batch = shape.batch, at.heads = shape.heads, at.kv_heads = shape.kv_heads;
+  at.q_len = shape.q_len, at.kv_len = shape.kv_len, at.head_dim = shape.head_dim, at.value_dim = shape.value_dim;
+  at.left = shape.left, at.right = shape.right;
+  at.dtype = dtype;
+  at.scale = 0.3f;
+  if (options & 1) {
+    at.bias = reinterpret_cast<const float*>(bias.data());
+    at.bias_strides[1] = shape.q_len * shape.kv_len, at.bias_strides[2] = shape.kv_len, at.bias_strides[3] = 1;
+  }
+  if (options & 2) {
+    at.q_segments = q_segments.data(), at.kv_segments = kv_segments.data();
+    at.empty_rows = GACC_UNIFORM;
+  }
+  if (options & 4) {
+    at.dropout = 0.3f, at.key[0] = 7, at.key[1] = 8;
+    const int64_t size[4] = {shape.batch, shape.heads, shape.q_len, shape.kv_len};
+    for (int i = 0; i < 4; ++i) at.global_size[i] = size[i];
+  }
+  float* to_bias = options & 1 ? reinterpret_cast<float*>(grad_bias.data()) : nullptr;
+  require(gacc_flash_forward(&at, out.data(), lse.data(), isa, threads));
+  require(gacc_flash_backward(&at, grad.data(), out.data(), lse.data(), grad_q.data(), grad_k.data(), grad_v.data(), to_bias, isa,
+                              threads));
+}
+
+void adam(int32_t isa, int32_t threads) {
+  std::vector<float> param(300001, 1.0f), exp_avg(param), exp_avg_sq(param), grad(param);
+  gacc_adam_tensor tensor{param.data(), exp_avg.data(), exp_avg_sq.data(), nullptr, grad.data(), nullptr,
+                          static_cast<int64_t>(param.size()), 1, 0, GACC_F32, GACC_NONE};
+  gacc_adam_group group{1e-3, 0.9, 0.99, 1e-8, 0.0, 1, 0};
+  require(gacc_adam_step(&tensor, 1, &group, 1, isa, threads));
+}
+
+}  // namespace
+
+int main() {
+  int64_t calls = 0;
+  for (int32_t isa = 0; isa < gacc_isa_count(); ++isa) {
+    if (!gacc_isa_available(isa)) continue;
+    for (const Shape& shape : shapes) {
+      for (int options = 0; options < 8; ++options, ++calls) {
+        attention(shape, GACC_F32 + static_cast<int32_t>(calls % 3), isa, options, 1 + static_cast<int32_t>(calls % 4));
+      }
+    }
+    adam(isa, 4);
+  }
+  // Several callers at once, as XLA's virtual devices are.
+  state = 1;
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([] {
+      gacc_attention at{};
+      const int64_t numel = 2 * 2 * 130 * 32;
+      std::vector<float> q(numel, 0.5f), out(numel), lse(2 * 2 * 130), grads(3 * numel);
+      at.q = at.k = at.v = q.data();
+      at.batch = at.heads = at.kv_heads = 2, at.q_len = at.kv_len = 130, at.head_dim = at.value_dim = 32;
+      at.left = -1, at.right = 0, at.dtype = GACC_F32, at.scale = 0.1f;
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        require(gacc_flash_forward(&at, out.data(), lse.data(), 0, 3));
+        require(gacc_flash_backward(&at, q.data(), out.data(), lse.data(), grads.data(), grads.data() + numel,
+                                    grads.data() + 2 * numel, nullptr, 0, 3));
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  std::printf("%lld attentions, Adam and four callers at once: clean\n", static_cast<long long>(calls));
+  return 0;
+}
