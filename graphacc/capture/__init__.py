@@ -1,11 +1,14 @@
-"""Capture: nn.Module and optimizer in, StepGraph out."""
+"""Capture: nn.Module and optimizer in, StepGraph (or HloStep) out."""
 
+from graphacc.capture.backend import FX, Backend
 from graphacc.capture.model import Batch, ForwardFn, capture_forward, capture_joint
 from graphacc.capture.optimizer import hyperparameters, init_optimizer_state
 from graphacc.capture.stitch import stitch
 from graphacc.capture.update import Transform, capture_update
 
 __all__ = [
+    "FX",
+    "Backend",
     "Batch",
     "ForwardFn",
     "Transform",

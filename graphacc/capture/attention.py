@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import graphacc.ops  # noqa: F401  (registers graphacc::sdpa)
 from graphacc._compat.torch_ import patched
+from graphacc.ops.flash_attention import flash_attention
 
 
 def attention(
@@ -28,8 +29,8 @@ def attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention as graphacc::sdpa.
 
-    Attention whose mask takes a gradient (a learned bias), or whose shapes graphacc::sdpa does not know, is written out
-    in elementary operators instead.
+    Attention whose mask takes a gradient (a learned bias) becomes graphacc::flash_attention, and what has shapes that these do
+    not know is written out in elementary operators.
     """
     if not _is_whole(query, key, value, attn_mask, enable_gqa):
         with sdpa_kernel(SDPBackend.MATH):
@@ -43,8 +44,6 @@ def attention(
 
 
 def _is_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    if mask is not None and mask.requires_grad:
-        return False
     if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
         return False
     if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
@@ -55,12 +54,14 @@ def _is_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, en
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     k, v = k.to(q.dtype), v.to(q.dtype)  # mixed only where a buffer in fp32 met a projection in bf16
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if mask is not None and mask.requires_grad:
+        return flash_attention(q, k, v, bias=mask, causal=bool(is_causal), scale=scale, dropout=dropout_p)
     dropout_mask = None
     if dropout_p > 0.0:
         kept = torch.rand(*q.shape[:3], k.shape[2], device=q.device) >= dropout_p
         dropout_mask = kept.to(torch.float32) / (1.0 - dropout_p) if dropout_p < 1.0 else kept.to(torch.float32)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return torch.ops.graphacc.sdpa(q, k, v, mask, dropout_mask, bool(is_causal), float(scale))[0]
+    return torch.ops.graphacc.sdpa(q, k, v, mask, dropout_mask, bool(is_causal), scale)[0]
 
 
 class _Intercept(TorchFunctionMode):

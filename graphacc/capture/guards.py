@@ -17,7 +17,7 @@ _IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv
 
 
 class ForeignWrites(TorchFunctionMode):
-    """Refuses writes into real tensors: a tensor that is neither parameter, buffer nor made in the forward.
+    """Refuses writes into real tensors (neither fake nor lazy): a tensor that is neither parameter, buffer nor made in the forward.
 
     It also answers ``torch.rand([]) < 0``: layer drop of transformers' models, switched off.
     """
@@ -28,7 +28,7 @@ class ForeignWrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if _writes(name) and args and type(args[0]) in (Tensor, nn.Parameter):
+        if _writes(name) and args and type(args[0]) in (Tensor, nn.Parameter) and args[0].device.type != "xla":
             raise CaptureError(
                 f"the forward writes into a tensor of shape {list(args[0].shape)} ({name}) that is no buffer of the model: a "
                 f"captured step "

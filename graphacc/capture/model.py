@@ -20,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches
 from graphacc.capture.attention import whole_attention
+from graphacc.capture.backend import FX, Backend
 from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes, written_once
 from graphacc.capture.source import SourceMode
-from graphacc.capture.tracing import KEY, Results, Slot, trace
+from graphacc.capture.tracing import KEY, Results, Slot
 from graphacc.errors import CaptureError
 from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.hlo import HloStep
 
 ForwardFn = Callable[[nn.Module, list[Tensor]], tuple[Tensor | None, list[Tensor]]]
 """(model, batch leaves) -> (loss, further outputs of the user)."""
@@ -43,13 +45,16 @@ class Batch:
     paths: tuple[str, ...]  # a stable name for each, such as "args[0]" or "kwargs['input_ids']"
 
 
-def capture_joint(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32") -> StepGraph:
+def capture_joint(
+    model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32", backend: Backend = FX
+) -> StepGraph | HloStep:
     """Capture loss and gradients.
 
     Args:
         model: left exactly as it is; its parameters may be on any device, also meta.
         fn: calls the model on the leaves of a batch.
         precision: "fp32" (the parameters' own dtypes) or "bf16".
+        backend: what records it; FX gives a StepGraph, LAZY an HloStep.
 
     Returns:
         A graph with inputs PARAM, BUFFER, BATCH and KEY, and outputs LOSS, USER (one per further output), BUFFER (those
@@ -58,10 +63,12 @@ def capture_joint(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: s
     Raises:
         CaptureError: the model cannot be captured, or gives no scalar loss that depends on a parameter.
     """
-    return _capture(model, fn, batch, precision, _with_gradients)
+    return _capture(model, fn, batch, precision, _with_gradients, backend)
 
 
-def capture_forward(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32") -> StepGraph:
+def capture_forward(
+    model: nn.Module, fn: ForwardFn, batch: Batch, *, precision: str = "fp32", backend: Backend = FX
+) -> StepGraph | HloStep:
     """Capture the outputs without gradients, in the mode (training or evaluation) that the model is in.
 
     Returns:
@@ -70,12 +77,17 @@ def capture_forward(model: nn.Module, fn: ForwardFn, batch: Batch, *, precision:
     Raises:
         CaptureError: the model cannot be captured.
     """
-    return _capture(model, fn, batch, precision, _without_gradients)
+    return _capture(model, fn, batch, precision, _without_gradients, backend)
 
 
 def _capture(
-    model: nn.Module, fn: ForwardFn, batch: Batch, precision: str, program: Callable[[dict[str, Tensor], Forward], Results]
-) -> StepGraph:
+    model: nn.Module,
+    fn: ForwardFn,
+    batch: Batch,
+    precision: str,
+    program: Callable[[dict[str, Tensor], Forward], Results],
+    backend: Backend,
+) -> StepGraph | HloStep:
     if precision not in ("fp32", "bf16"):
         raise CaptureError(f"precision={precision!r} is unknown: use 'fp32' or 'bf16'")
     parameters, buffers = distinct_parameters(model), distinct_buffers(model)
@@ -94,7 +106,7 @@ def _capture(
         substitute(model, stand_ins)
 
         def forward() -> tuple[Tensor | None, list[Tensor]]:
-            with _computing_in(precision), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
+            with _computing_in(precision, backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
                 return fn(model, leaves)
 
         results = program(dict(zip((item.name for item in parameters), trained)), forward)
@@ -108,7 +120,7 @@ def _capture(
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
         stack.enter_context(whole_attention())
         stack.enter_context(WrittenOut())
-        step = trace(
+        step = backend.trace(
             [*slots, KEY],
             run,
             source=SourceMode(modules, Phase.FORWARD),
@@ -204,7 +216,7 @@ def _current(model: nn.Module, name: str) -> Tensor:
     return model.get_submodule(path)._buffers[attribute]
 
 
-def _check_unchanged(step: StepGraph) -> None:
+def _check_unchanged(step: StepGraph | HloStep) -> None:
     written = [out.target for out in step.outputs if out.kind is Kind.PARAM]
     if written:
         raise CaptureError(
@@ -214,7 +226,7 @@ def _check_unchanged(step: StepGraph) -> None:
         )
 
 
-def _with_trainable(step: StepGraph) -> StepGraph:
+def _with_trainable(step: StepGraph | HloStep) -> StepGraph | HloStep:
     trained = {out.target for out in step.outputs if out.kind is Kind.GRAD}
     step.inputs = tuple(
         dataclasses.replace(item, trainable=item.target in trained) if item.kind is Kind.PARAM else item for item in step.inputs
@@ -249,9 +261,9 @@ class _LossesInFp32(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _computing_in(precision: str):
+def _computing_in(precision: str, device_type: str):
     if precision == "fp32":
         yield
         return
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), _LossesInFp32():
+    with torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False), _LossesInFp32():
         yield

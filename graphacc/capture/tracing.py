@@ -90,11 +90,12 @@ def trace(
                 table.update(Streams(fake, first_stream).table())
         with explained(what), quiet_failures():
             module = trace_functional(flat_program, fakes, table)
-    graph, lifted = rebuilt(module, _unique_names(slots), source.phase, replaced)
+    graph, lifted = rebuilt(module, unique_names(slots), source.phase, replaced)
     return _signed(graph, slots, signature, lifted, constants)
 
 
-def _unique_names(slots: Sequence[Slot]) -> list[str]:
+def unique_names(slots: Sequence[Slot]) -> list[str]:
+    """One name per slot, made of its kind and target."""
     names = fx.graph._Namespace()
     return [names.create_name(f"{slot.kind.value}_{slot.target}", None) for slot in slots]
 

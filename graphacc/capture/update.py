@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphacc._compat.torch_ import compiling, data_dependent_errors
+from graphacc.capture.backend import FX, Backend
 from graphacc.capture.optimizer import (
     Member,
     hyperparameters,
@@ -27,10 +28,10 @@ from graphacc.capture.optimizer import (
 from graphacc.capture.replicate import replicated
 from graphacc.capture.scalars import ValueNeeded, traced_scalars
 from graphacc.capture.source import SourceMode
-from graphacc.capture.stitch import joined
-from graphacc.capture.tracing import KEY, Results, Slot, trace
+from graphacc.capture.tracing import KEY, Results, Slot
 from graphacc.errors import CaptureError
 from graphacc.graph import Input, Kind, Phase, StepGraph
+from graphacc.hlo import HloStep
 
 Transform = Callable[[dict[str, Tensor], list[Tensor]], dict[str, Tensor]]
 """(gradients by parameter name, extras) -> gradients by parameter name."""
@@ -51,7 +52,8 @@ def capture_update(
     updated: Sequence[str] | None = None,
     results: Callable[[], dict[str, Tensor]] = dict,
     dynamic: Iterable[str] = (),
-) -> StepGraph:
+    backend: Backend = FX,
+) -> StepGraph | HloStep:
     """Capture one step of the optimizer.
 
     Args:
@@ -62,6 +64,7 @@ def capture_update(
         updated: names of the parameters that have a gradient after `transform`; default: `grads`.
         results: called after `transform`; the values that it gives, by target, become outputs of kind USER.
         dynamic: numbers of the parameter groups that are inputs besides the learning rates, see `hyperparameters`.
+        backend: what records it; FX gives a StepGraph, LAZY an HloStep.
 
     Returns:
         A graph with inputs PARAM, GRAD, STATE, HYPER and the extras (and KEY if `transform` draws random numbers), and outputs
@@ -71,10 +74,10 @@ def capture_update(
         CaptureError: the optimizer cannot be captured.
     """
     found = members(model, optimizer, grads if updated is None else updated)
-    step = _capture_optimizer(optimizer, found, hyperparameters(optimizer, dynamic))
+    step = _capture_optimizer(optimizer, found, hyperparameters(optimizer, dynamic), backend)
     if transform is None:
         return step
-    return joined(_capture_gradient_code(model, grads, found, transform, extras, results), step)
+    return backend.joined(_capture_gradient_code(model, grads, found, transform, extras, results, backend), step)
 
 
 def _capture_gradient_code(
@@ -84,7 +87,8 @@ def _capture_gradient_code(
     transform: Transform,
     extras: Sequence[Input],
     results: Callable[[], dict[str, Tensor]],
-) -> StepGraph:
+    backend: Backend,
+) -> StepGraph | HloStep:
     """A graph from GRAD and the extras to the GRAD that the optimizer sees, and USER results."""
     parameters = dict(model.named_parameters())
     slots = [Slot.like(Kind.GRAD, name, parameters[name]) for name in grads]
@@ -102,10 +106,10 @@ def _capture_gradient_code(
         return [(Kind.GRAD, member.name, result[member.name].to(member.parameter.dtype)) for member in found] + user
 
     source = SourceMode({}, Phase.UPDATE)
-    step = trace(
+    step = backend.trace(
         [*slots, KEY], program, source=source, what="the gradient code", constants="<const>.gradients", first_stream=FIRST_STREAM
     )
-    return _without_unused_key(step)
+    return _without_unused_key(step) if isinstance(step, StepGraph) else step
 
 
 def _without_unused_key(step: StepGraph) -> StepGraph:
@@ -118,13 +122,15 @@ def _without_unused_key(step: StepGraph) -> StepGraph:
     return step
 
 
-def _capture_optimizer(optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float]) -> StepGraph:
+def _capture_optimizer(
+    optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float], backend: Backend
+) -> StepGraph | HloStep:
     state = {member.name: state_layout(optimizer, member) for member in found}
     representatives = {member.name: member.name for member in found}
-    if is_separable(optimizer):
+    if backend.replicates and is_separable(optimizer):
         first: dict[tuple, str] = {}
         representatives = {member.name: first.setdefault(_likeness(member, state[member.name]), member.name) for member in found}
-    update = _Update(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers)
+    update = _Update(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers, backend)
     try:
         step = update.trace(capturable=False)
     except CaptureError as error:
@@ -147,9 +153,14 @@ class _Update:
     """What is known before the optimizer is traced: its members, their state and the slots of all inputs."""
 
     def __init__(
-        self, optimizer: Optimizer, found: Sequence[Member], state: dict[str, dict[str, Tensor]], numbers: dict[str, float]
+        self,
+        optimizer: Optimizer,
+        found: Sequence[Member],
+        state: dict[str, dict[str, Tensor]],
+        numbers: dict[str, float],
+        backend: Backend,
     ):
-        self.optimizer, self.members, self.numbers = optimizer, found, numbers
+        self.optimizer, self.members, self.numbers, self.backend = optimizer, found, numbers, backend
         self.state = {member.name: state[member.name] for member in found}
         self.lazy = lazy_keys(optimizer, found)
         self.slots = [Slot.like(Kind.PARAM, member.name, member.parameter) for member in found]
@@ -157,7 +168,7 @@ class _Update:
         self.slots += [Slot.like(Kind.STATE, f"{name}/{key}", x) for name, held in self.state.items() for key, x in held.items()]
         self.slots += [Slot(kind=Kind.HYPER, target=name, shape=(), dtype=torch.float64) for name in numbers]
 
-    def trace(self, *, capturable: bool) -> StepGraph:
+    def trace(self, *, capturable: bool) -> StepGraph | HloStep:
         def program(tensors: list[Tensor]) -> Results:
             feeds = {(slot.kind, slot.target): tensor for slot, tensor in zip(self.slots, tensors)}
             state = {name: {key: feeds[Kind.STATE, f"{name}/{key}"] for key in held} for name, held in self.state.items()}
@@ -169,7 +180,7 @@ class _Update:
 
         source, what = SourceMode({}, Phase.UPDATE), f"the optimizer {type(self.optimizer).__name__}"
         with compiling(), torch.no_grad():
-            return trace(self.slots, program, source=source, what=what, constants="<const>.update")
+            return self.backend.trace(self.slots, program, source=source, what=what, constants="<const>.update")
 
     def step(self, feeds: _Feeds, state: dict[str, dict[str, Tensor]], capturable: bool) -> Results:
         """Run the optimizer on copies of the traced inputs; returns new parameters and state in the inputs' dtypes."""

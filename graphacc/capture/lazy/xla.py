@@ -1,0 +1,134 @@
+"""torch_xla's private API, in one place. Tried with torch_xla 2.9.0, the last release, which loads with torch 2.9 alone.
+
+torch_xla only traces here: its tensors stand for data that it never gets, and nothing is executed but constants of the
+model's code. Its import edits the environment, for its own client, which is started at once; then the environment is put back.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from graphacc.errors import CaptureError
+
+DEVICE = "xla"
+
+
+def installed() -> bool:
+    """Whether torch_xla is there; does not import it."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+@functools.cache
+def library() -> ModuleType:
+    """torch_xla's extension module; the first call imports torch_xla and starts its CPU client (three seconds, 7 threads).
+
+    If nobody else has imported it, nothing but `executing` may execute a graph from then on: to print a lazy tensor that was left
+    over, as a debugger does with the locals of a failed capture, would end the process.
+
+    Raises:
+        CaptureError: torch_xla is missing, or does not fit torch.
+    """
+    only_ours = "torch_xla" not in sys.modules
+    try:
+        with _environment(PJRT_DEVICE="CPU"):
+            import torch_xla
+
+            placeholder((1,), torch.float32)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CaptureError(
+            f"capture by lazy tensors needs torch_xla, which cannot be used here ({error}): install torch==2.9.1 and torch_xla==2.9.0 "
+            '(pip install "graphacc[lazy]"), or choose capture="fx"'
+        ) from error
+    if only_ours:
+        torch_xla._XLAC._set_allow_execution(False)
+    return torch_xla._XLAC
+
+
+@contextlib.contextmanager
+def _environment(**defaults: str) -> Iterator[None]:
+    """Variables that are set where they are not, for the time of the block; whatever the block changes is put back."""
+    before = dict(os.environ)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Numbers are constants of the graph, and nothing is executed, inside the block.
+
+    Backward runs in this thread: autograd makes its threads, one per device that is known then, at the first backward of the
+    process, which may have come before torch_xla was imported.
+    """
+    xla = library()
+    inlines, executes = xla._get_xla_all_numbers_special_scalars(), xla._get_allow_execution()
+    xla._set_xla_all_numbers_special_scalars(True)
+    xla._set_allow_execution(False)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        xla._set_xla_all_numbers_special_scalars(inlines)
+        xla._set_allow_execution(executes)
+
+
+@contextlib.contextmanager
+def executing() -> Iterator[None]:
+    """Lifts the ban of `tracing`. A graph that reads a placeholder must not be run: it would end the process."""
+    xla = library()
+    before = xla._get_allow_execution()
+    xla._set_allow_execution(True)
+    try:
+        yield
+    finally:
+        xla._set_allow_execution(before)
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without data or memory that becomes a parameter of the graph.
+
+    It is a copy, in the graph, of the one without data: whatever wants its values (an operator that torch_xla computes on the host, a
+    debugger) then has to execute the copy, which is forbidden, where reading the original would end the process.
+    """
+    from torch_xla.core.xla_builder import create_placeholder_tensor
+
+    empty = create_placeholder_tensor(tuple(shape), dtype)
+    return torch.view_copy(empty, empty.shape)
+
+
+def tensor_id(tensor: Tensor) -> int:
+    """Identity of a tensor, the same for the wrapper that keeps track of its views."""
+    return library()._xla_get_tensor_id(tensor)
+
+
+def leaf_id(placeholder: Tensor) -> int:
+    """Identity of a placeholder in `leaves`."""
+    ((found,), _) = leaves([placeholder])
+    return found
+
+
+def leaves(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """The identities and tensors of what the values of `tensors` are computed from, in the order of the HLO's parameters."""
+    return library()._get_tensors_xla_device_data_node(list(tensors))
+
+
+def seed_id() -> int:
+    """The identity of torch_xla's own random seed among `leaves`."""
+    return library()._get_seed_info_id()
+
+
+def hlo_proto(tensors: Sequence[Tensor]) -> bytes:
+    """The graph of `tensors` as a serialised HloModuleProto, whose result is the tuple of their values."""
+    return library()._get_xla_tensors_hlo_proto(list(tensors))

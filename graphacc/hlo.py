@@ -1,0 +1,131 @@
+"""HloStep: one training step, or a part of it, as StableHLO with the signature of a StepGraph.
+
+Where a StepGraph holds operators, an HloStep holds a JAX-traceable function that calls the captured modules, so two
+captures are joined, and gradients accumulated, by composing functions. Every shape is global: how it is spread over a mesh is
+said by the shards of its inputs, outputs and links, and XLA's SPMD partitioner does the rest.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import torch
+
+from graphacc.errors import GraphError
+from graphacc.graph import Input, Kind, Output
+
+Key = tuple[Kind, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random numbers on the step's key, for the whole of a tensor (see graphacc.ops.random)."""
+
+    operator: str  # "graphacc.random_bits.default" or "graphacc.random_uniform.default"
+    stream: int
+    size: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Support:
+    """What a step needs of the runtime, which lowers it."""
+
+    constrain: Callable[[Key, jax.Array], jax.Array]  # gives the value of a link its layout
+    draw: Callable[[Draw, jax.Array], jax.Array]  # random numbers from the key
+
+
+Function = Callable[[Sequence[jax.Array], Support], Sequence[jax.Array]]
+"""(one array per input, support) -> one array per output."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class HloStep:
+    """A captured step and its signature."""
+
+    function: Function
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    num_operators: int  # of the captured HLO
+    constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # target of a BUFFER input -> its fixed value
+    links: tuple[Output, ...] = ()  # gradients that one part gives and the next takes
+
+    def donations(self) -> dict[int, int]:
+        """Output index -> index of the input that it replaces (same kind and target)."""
+        by_key = {key_of(item): i for i, item in enumerate(self.inputs)}
+        return {i: by_key[key] for i, out in enumerate(self.outputs) if (key := key_of(out)) in by_key}
+
+
+def key_of(item: Input | Output) -> Key:
+    return item.kind, item.target
+
+
+def joined(first: HloStep, second: HloStep) -> HloStep:
+    """Both steps as one: an input of `second` is wired, by kind and target, to an output of `first` (but not to a buffer),
+    else to the input of `first`, else it is an input of the whole. Gradients that `first` gives become links.
+
+    Raises:
+        GraphError: `second` reads a tensor of another shape or dtype than `first` has.
+    """
+    known = {key_of(item): item for item in (*first.inputs, *first.outputs)}
+    _check_wiring(known, second)
+    outside = [item for item in second.inputs if key_of(item) not in known]
+    inputs = (*first.inputs, *outside)
+    links = tuple(out for out in first.outputs if out.kind is Kind.GRAD)
+    kept = [i for i, out in enumerate(first.outputs) if out.kind is not Kind.GRAD]
+    linked = {key_of(out) for out in links}
+
+    def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
+        env = dict(zip(map(key_of, inputs), arrays))
+        results = first.function(arrays[: len(first.inputs)], support)
+        made = {key_of(out): value for out, value in zip(first.outputs, results) if out.kind is not Kind.BUFFER}
+        env |= {key: support.constrain(key, value) if key in linked else value for key, value in made.items()}
+        return [results[i] for i in kept] + list(second.function([env[key_of(item)] for item in second.inputs], support))
+
+    return HloStep(
+        function=function,
+        inputs=inputs,
+        outputs=tuple(first.outputs[i] for i in kept) + second.outputs,
+        num_operators=first.num_operators + second.num_operators,
+        constants=first.constants | second.constants,
+        links=(*first.links, *links, *second.links),
+    )
+
+
+def accumulating(joint: HloStep) -> HloStep:
+    """The same step with every gradient added to an input of kind GRAD, which the sum replaces."""
+    grads = [i for i, out in enumerate(joint.outputs) if out.kind is Kind.GRAD]
+    sums = tuple(_as_input(joint.outputs[i]) for i in grads)
+
+    def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
+        results = list(joint.function(arrays[: len(joint.inputs)], support))
+        for i, so_far in zip(grads, arrays[len(joint.inputs) :], strict=True):
+            results[i] = so_far + results[i]
+        return results
+
+    return dataclasses.replace(joint, function=function, inputs=(*joint.inputs, *sums))
+
+
+def without_outputs(step: HloStep, kind: Kind) -> HloStep:
+    """The same step without its outputs of one kind."""
+    kept = [i for i, out in enumerate(step.outputs) if out.kind is not kind]
+
+    def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
+        results = step.function(arrays, support)
+        return [results[i] for i in kept]
+
+    return dataclasses.replace(step, function=function, outputs=tuple(step.outputs[i] for i in kept))
+
+
+def _as_input(out: Output) -> Input:
+    name = f"{out.kind.value}_so_far_{out.target}"
+    return Input(name=name, kind=out.kind, target=out.target, shape=out.shape, dtype=out.dtype, shards=out.shards)
+
+
+def _check_wiring(known: dict[Key, Input | Output], second: HloStep) -> None:
+    for item in second.inputs:
+        source = known.get(key_of(item), item)
+        if (source.shape, source.dtype) != (item.shape, item.dtype):
+            raise GraphError(
+                f"the second step reads {item.kind.value} {item.target!r} as {item.dtype}{list(item.shape)}, "
+                f"the first gives {source.dtype}{list(source.shape)}"
+            )

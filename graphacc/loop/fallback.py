@@ -1,0 +1,75 @@
+"""Which way a model is captured, and the change from torch.fx to lazy tensors where torch.fx refuses."""
+
+import typing
+import warnings
+from collections.abc import Callable
+
+from graphacc.capture import FX, Backend
+from graphacc.capture.lazy import LAZY, installed
+from graphacc.errors import CaptureError, GraphAccError, LoweringError, StrategyError
+from graphacc.passes.hlo.shardings import check_axes
+from graphacc.strategy import Strategy
+
+Result = typing.TypeVar("Result")
+
+CHOICES = ("auto", "fx", "lazy")
+
+
+class Fallback:
+    """The backend in force; "auto" begins with FX and changes once, for the rest of the run.
+
+    Args:
+        choice: one out of `CHOICES`.
+
+    Raises:
+        StrategyError: lazy tensors are chosen for a strategy that they cannot follow.
+    """
+
+    def __init__(self, choice: str, strategy: Strategy):
+        self.backend: Backend = LAZY if choice == "lazy" else FX
+        self.strategy = strategy
+        self._may_change = choice == "auto"
+        if choice == "lazy":
+            check_axes(strategy)
+
+    def attempt(self, capture: Callable[[], Result]) -> Result:
+        """Run `capture`; where torch.fx refuses, once more with lazy tensors.
+
+        Raises:
+            CaptureError, LoweringError: neither way works; what torch.fx said, and why lazy tensors do not help in a note.
+        """
+        try:
+            return capture()
+        except (CaptureError, LoweringError) as error:
+            if self.backend is not FX or not self._may_change:
+                raise
+            if why := self._hindrance():
+                error.add_note(why)
+                raise
+            return self._instead(capture, error)
+
+    def _hindrance(self) -> str:
+        """Why lazy tensors cannot be tried; "" if they can."""
+        if not installed():
+            return 'capture="lazy" may follow this code: it needs torch_xla, pip install "graphacc[lazy]"'
+        try:
+            check_axes(self.strategy)
+        except StrategyError as error:
+            return f"capture by lazy tensors was not tried: {error}"
+        return ""
+
+    def _instead(self, capture: Callable[[], Result], refusal: GraphAccError) -> Result:
+        self.backend = LAZY
+        try:
+            result = capture()
+        except GraphAccError as error:
+            self.backend = FX
+            refusal.add_note(f"capture by lazy tensors was tried too: {error}")
+            raise refusal from refusal.__cause__
+        warnings.warn(
+            f"the step is captured by lazy tensors, without the passes on operators, for torch.fx cannot follow it: {refusal}\n"
+            '  capture="lazy" says that this is intended; capture="fx" makes it an error',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return result

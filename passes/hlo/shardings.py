@@ -1,0 +1,107 @@
+"""Layouts of an HloStep: the shards of its inputs, outputs and links, from which XLA's SPMD partitioner makes the program.
+
+- the batch, and results that have its dim 0, are split along ``dp`` and ``fsdp``;
+- parameters that an annotation names are split along ``tp``, and with them their gradients and optimizer state;
+- ZeRO splits along ``fsdp`` what its stage names: 1 optimizer state, 2 gradients too, 3 parameters too.
+
+Every choice gives the same numbers. Unlike the manual partition of StepGraphs nothing is padded: a tensor of which no dim
+divides stays whole.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from graphacc.errors import StrategyError
+from graphacc.graph import Input, Kind, Output, Shard, local_shape
+from graphacc.hlo import HloStep
+from graphacc.strategy.annotations import P
+from graphacc.strategy.spec import Strategy
+
+Item = Input | Output
+_FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the ZeRO stage from which on a kind is split
+DATA_AXES = ("dp", "fsdp")
+
+
+def with_layouts(step: HloStep, strategy: Strategy, *, batch_dims: Mapping[str, int | None], annotations: Mapping[str, P]) -> HloStep:
+    """The same step with the shards that a strategy gives.
+
+    Args:
+        batch_dims: target of every BATCH input -> the dim that is split over the data axes, or None.
+        annotations: first name of a parameter -> what each dim is split over, as `pinned_parameters` checked it.
+
+    Raises:
+        StrategyError: the strategy has axes that HLO programs cannot follow.
+    """
+    check_axes(strategy)
+    layout = _Layout(step, strategy, batch_dims, annotations)
+
+    def placed(items):
+        return tuple(dataclasses.replace(item, shards=layout.shards(item)) for item in items)
+
+    return dataclasses.replace(step, inputs=placed(step.inputs), outputs=placed(step.outputs), links=placed(step.links))
+
+
+def check_axes(strategy: Strategy) -> None:
+    """Raise StrategyError where a strategy has axes that lazily captured programs do not have."""
+    later = [axis for axis in ("pp", "cp", "ep") if getattr(strategy, axis) > 1]
+    if later:
+        raise StrategyError(
+            f"{strategy}: the axes {', '.join(later)} need a graph of operators, which capture by lazy tensors does not give; use dp, fsdp and "
+            'tp, or capture="fx"'
+        )
+
+
+class _Layout:
+    """The shards of every item of one step."""
+
+    def __init__(self, step: HloStep, strategy: Strategy, batch_dims: Mapping[str, int | None], annotations: Mapping[str, P]):
+        self.strategy = strategy
+        self.batch_dims = batch_dims
+        self.owners = {item.target: item for item in step.inputs if item.kind in (Kind.PARAM, Kind.GRAD)}
+        self.owners |= {item.target: item for item in (*step.outputs, *step.links) if item.kind is Kind.GRAD}
+        self.owners |= {item.target: item for item in step.inputs if item.kind is Kind.PARAM}
+        self.annotations = annotations
+        self.ranks = strategy.dp * strategy.fsdp
+        self.batch_size = _batch_size(step, batch_dims)
+
+    def shards(self, item: Item) -> tuple[Shard, ...]:
+        if item.kind is Kind.BATCH:
+            dim = self.batch_dims[item.target]
+            return () if dim is None else self._data(dim)
+        if item.kind is Kind.USER:
+            return self._data(0) if item.shape and item.shape[0] == self.batch_size and item.shape[0] % self.ranks == 0 else ()
+        if item.kind in _FROM_STAGE:
+            return self._state(item)
+        return ()
+
+    def _data(self, dim: int) -> tuple[Shard, ...]:
+        return tuple(Shard(axis=axis, size=size, dim=dim) for axis in DATA_AXES if (size := getattr(self.strategy, axis)) > 1)
+
+    def _state(self, item: Item) -> tuple[Shard, ...]:
+        name = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
+        owner = self.owners.get(name)
+        if owner is None or owner.shape != item.shape:
+            return ()  # a step count
+        shards = self._annotated(name)
+        if self.strategy.zero_stage < _FROM_STAGE[item.kind] or not self.strategy.zero_stage:
+            return shards
+        return shards + _split(item.shape, shards, self.strategy.fsdp)
+
+    def _annotated(self, name: str) -> tuple[Shard, ...]:
+        axes = enumerate(self.annotations.get(name, ()))
+        return tuple(Shard(axis=axis, size=size, dim=dim) for dim, axis in axes if axis and (size := getattr(self.strategy, axis)) > 1)
+
+
+def _split(shape: tuple[int, ...], shards: tuple[Shard, ...], num_ranks: int) -> tuple[Shard, ...]:
+    """A further split along ``fsdp``: dim 0 if it divides, else the largest dim that does; none if no dim does."""
+    local = local_shape(shape, shards)
+    fitting = [dim for dim, size in enumerate(local) if size and size % num_ranks == 0]
+    if not fitting:
+        return ()
+    dim = 0 if fitting[0] == 0 else max(fitting, key=lambda dim: local[dim])
+    return (Shard(axis="fsdp", size=num_ranks, dim=dim),)
+
+
+def _batch_size(step: HloStep, batch_dims: Mapping[str, int | None]) -> int | None:
+    sizes = [item.shape[0] for item in step.inputs if item.kind is Kind.BATCH and batch_dims[item.target] == 0]
+    return sizes[0] if sizes else None

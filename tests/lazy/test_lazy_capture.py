@@ -1,0 +1,259 @@
+"""What lazy capture records, what it refuses, and that it leaves the process as it was."""
+
+import copy
+import os
+import resource
+import subprocess
+import sys
+
+import lazy_models
+import pytest
+import torch
+from lazy_models import DepthSchedule, ReadsBatch
+from tolerances import assert_close
+from torch import nn
+from training import assert_parity, compiled, train
+
+import graphacc
+from graphacc.capture import Batch, capture_forward, capture_joint
+from graphacc.capture.lazy import LAZY
+from graphacc.graph import Kind
+from graphacc.loop import fallback
+
+pytestmark = pytest.mark.lazy
+
+
+def capture(model: nn.Module, *leaves):
+    batch = Batch(leaves=leaves, paths=tuple(f"args[{i}]" for i in range(len(leaves))))
+    return capture_joint(model, lambda module, given: (module(*given).sum(), []), batch, backend=LAZY)
+
+
+def run(function, *tensors):
+    """`function` of tensors, by lazy capture and JAX on one device; returns a list of tensors."""
+    step = capture_forward(
+        nn.Module(),
+        lambda module, given: (None, list(function(*given))),
+        Batch(leaves=tensors, paths=tuple(f"args[{i}]" for i in range(len(tensors)))),
+        backend=LAZY,
+    )
+    from graphacc.runtime import Program, make_mesh, select_devices, to_device, to_torch
+
+    mesh = make_mesh(graphacc.Strategy(), select_devices(1))
+    program = Program.build(step, mesh, cache_dir=None, fast_compile=True, memory_plan="xla")
+    fed = iter(tensors)
+    feeds = []
+    for item in step.inputs:
+        constant = step.constants.get(item.target)
+        key = torch.tensor([1, 2]) if item.kind is Kind.KEY else None
+        feeds.append(to_device(next(value for value in (constant, key) if value is not None) if item.kind is not Kind.BATCH else next(fed), item, mesh))
+    return [to_torch(array, item) for array, item in zip(program(*feeds), step.outputs)]
+
+
+def test_signature():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model[0].bias.requires_grad_(False)
+    step = capture(model, torch.randn(5, 4))
+    assert [(item.kind, item.target, item.trainable) for item in step.inputs] == [
+        (Kind.PARAM, "0.weight", True),
+        (Kind.PARAM, "0.bias", False),
+        (Kind.PARAM, "1.weight", True),
+        (Kind.PARAM, "1.bias", True),
+        (Kind.BUFFER, "1.running_mean", False),
+        (Kind.BUFFER, "1.running_var", False),
+        (Kind.BUFFER, "1.num_batches_tracked", False),
+        (Kind.BATCH, "args[0]", False),
+        (Kind.KEY, "key", False),
+    ]
+    assert [(out.kind, out.target) for out in step.outputs] == [
+        (Kind.LOSS, "loss"),
+        *((Kind.GRAD, name) for name in ("0.weight", "1.weight", "1.bias")),
+        *((Kind.BUFFER, name) for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")),
+    ]
+
+
+def test_unchanged_buffers_are_no_outputs():
+    model = nn.BatchNorm1d(3).eval()
+    step = capture(model, torch.randn(5, 3))
+    assert not [out for out in step.outputs if out.kind is Kind.BUFFER]
+
+
+def test_parameters_need_no_memory():
+    """A model of 8 GB, which has no data at all, is captured; what the process holds grows by less than a tenth of that."""
+    capture(nn.Linear(2, 2), torch.randn(1, 2))  # starts torch_xla
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(8)))
+    step = capture(model, torch.empty(4, 16384, device="meta"))
+    assert len([out for out in step.outputs if out.kind is Kind.GRAD]) == 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 800_000  # KB
+
+
+def test_dtypes_are_promoted_as_torch_does():
+    def function(x, half, number):
+        return x * number, half + number, torch.where(x > 0, x, number), half * x[0], (x > number).int() + number, x.pow(number)
+
+    given = torch.randn(3, 4).abs(), torch.randn(4).bfloat16(), torch.tensor(0.37, dtype=torch.float64)
+    for got, expected in zip(run(function, *given), function(*given), strict=True):
+        assert_close(got, expected)
+
+
+def test_writes_into_views_are_kept():
+    def function(x):
+        zeros = torch.zeros(4, 6)
+        zeros[1:3, ::2] += x[1:3, ::2]
+        zeros.view(-1)[5:9].fill_(7.0)
+        zeros.t()[0].mul_(3.0)
+        counts = torch.arange(6).reshape(2, 3)
+        counts[0].add_(counts[1])
+        stacked = torch.stack([zeros[0], x[0]])
+        stacked[1].clamp_(max=0.0)
+        x[x > 0.5] = 0.25
+        x.diagonal().zero_()
+        return zeros, counts, stacked, x, torch.eye(3).fill_diagonal_(5.0)
+
+    x = torch.randn(4, 6)
+    for got, expected in zip(run(function, x.clone()), function(x.clone()), strict=True):
+        assert_close(got, expected)
+
+
+def test_products_keep_their_batch_dims():
+    def function(q, k):
+        scores = q @ k.transpose(-1, -2)
+        scores[0, 0] = 1.0
+        return scores, torch.matmul(scores, k), torch.matmul(q[:, :1], k.transpose(-1, -2))
+
+    given = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6, 4)
+    for got, expected in zip(run(function, *given), function(*given), strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("order", [float("inf"), 0, 1, 2, 2.5])
+def test_norms(order):
+    """torch_xla's own forms are wrong (infinity) or run on the host (0), which reads the placeholder."""
+    x = torch.randn(3, 4)
+    got = run(lambda x: [torch.norm(x, p=order), torch.linalg.vector_norm(x, order, dim=1)], x)
+    for value, expected in zip(got, (torch.norm(x, p=order), torch.linalg.vector_norm(x, order, dim=1)), strict=True):
+        assert_close(value, expected)
+
+
+def test_counts():
+    x = torch.tensor([[0.0, 2.0, -1.0], [0.0, 0.0, 3.0]])
+    got = run(lambda x: [torch.count_nonzero(x), torch.count_nonzero(x, 1), torch.count_nonzero(x, (0, 1))], x)
+    for value, expected in zip(got, [torch.tensor(3), torch.tensor([2, 1]), torch.tensor(3)], strict=True):
+        assert torch.equal(value, expected) and value.dtype == expected.dtype
+
+
+def test_values_that_are_known_may_be_read():
+    def function(x):
+        mask = torch.tensor([True, False, True])
+        kept = torch.arange(3)[mask]
+        assert kept.tolist() == [0, 2] and bool(mask.any())
+        return x[:, kept], x.cpu() * 2, x.to("cpu", torch.float64)
+
+    x = torch.randn(2, 3)
+    for got, expected in zip(run(function, x), (x[:, [0, 2]], x * 2, x.double()), strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x * x.sum().item(), "(?s)test_lazy_capture.py.*x.sum.*remedy: choose with torch.where"),
+        (lambda x: x * float(torch.rand(())), "(?s)value of a tensor"),
+        (lambda x: x[x > 0], "(?s)aten.index.Tensor.*keep the full shape"),
+        (lambda x: x * x.nonzero().sum(), "(?s)aten.nonzero.*keep the full shape"),
+        (lambda x: x * torch.from_numpy(x.detach().numpy()), "(?s)NumPy"),
+        (lambda x: x * len(str(x)), "(?s)value of a tensor"),
+        (lambda x: x + torch.empty(3).random_(), "random operator"),
+        (lambda x: x.t().as_strided((3,), (1,)), "as_strided depends on how a tensor lies in memory"),
+        (lambda x: torch.linalg.eigvals(x).real, "(?s)torch_xla (has no HLO for|computes) aten.*linalg_eig"),
+    ],
+    ids=["item", "random item", "mask", "nonzero", "numpy", "print", "random_", "as_strided", "host operator"],
+)
+def test_what_cannot_be_recorded_is_refused(function, message):
+    with pytest.raises(graphacc.CaptureError, match=message):
+        run(function, torch.randn(3, 3))
+
+
+def test_tensors_from_outside():
+    constant = torch.randn(40, 3)
+    assert_close(run(lambda x: [x @ constant.t()], torch.ones(2, 3))[0], torch.ones(2, 3) @ constant.t())
+    with pytest.raises(graphacc.CaptureError, match="no registered parameter"):
+        weight = nn.Parameter(torch.randn(3))
+        run(lambda x: [x * weight], torch.ones(2, 3))
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.state = nn.Linear(3, 3), torch.zeros(3)
+
+        def forward(self, x):
+            self.state = self.state + 1
+            return self.linear(x) + self.state
+
+    with pytest.raises(graphacc.CaptureError, match="'state', which is no buffer"):
+        capture(Keeps(), torch.ones(2, 3))
+
+
+def test_control_flow_on_the_batch_is_refused_by_both():
+    model = compiled(ReadsBatch(), None)
+    with pytest.raises(graphacc.CaptureError, match="(?s)lazy_models.py.*logits.mean") as caught:
+        train(model, [lazy_models.vectors(0)])
+    assert any("lazy tensors was tried too" in note for note in caught.value.__notes__)
+
+
+def test_without_torch_xla_the_fx_error_stays(monkeypatch):
+    monkeypatch.setattr(fallback, "installed", lambda: False)
+    model = compiled(DepthSchedule(), None)
+    with pytest.raises(graphacc.CaptureError, match="tolist") as caught:
+        train(model, [lazy_models.vectors(0)])
+    assert any('capture="lazy" may follow' in note for note in caught.value.__notes__)
+
+
+def test_fx_alone_does_not_fall_back():
+    model = compiled(DepthSchedule(), None, capture="fx")
+    with pytest.raises(graphacc.CaptureError, match="tolist"):
+        train(model, [lazy_models.vectors(0)])
+
+
+def test_axes_that_hlo_does_not_have():
+    with pytest.raises(graphacc.StrategyError, match="pp need a graph of operators"):
+        graphacc.compile(nn.Linear(2, 2), strategy="pp=2,microbatches=2", devices=2, capture="lazy")
+
+
+class Scheduled(torch.optim.Optimizer):
+    """An optimizer of one's own whose step reads a schedule out of a tensor, which a trace on fake tensors cannot."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        factor = torch.linspace(1.0, 0.5, 2)[1].item()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * factor * group["lr"])
+
+
+def test_an_optimizer_that_fx_cannot_trace():
+    batches = [lazy_models.vectors(seed) for seed in range(3)]
+    reference = DepthSchedule()
+    model = compiled(copy.deepcopy(reference), None, capture="lazy")
+    expected = train(reference, batches, lambda model: Scheduled(model.parameters()))
+    assert_parity(reference, model, expected, train(model, batches, lambda model: Scheduled(model.parameters())))
+
+
+def test_importing_torch_xla_leaves_the_process_as_it_was():
+    code = (
+        "import os, torch; before = dict(os.environ); default = torch.get_default_device();"
+        "torch.ones(1, requires_grad=True).sum().backward();"  # autograd's threads are made before torch_xla comes
+        "from graphacc.capture import Batch, capture_joint; from graphacc.capture.lazy import LAZY;"
+        "import sys; assert 'torch_xla' not in sys.modules;"
+        "capture_joint(torch.nn.Linear(2, 2), lambda m, x: (m(x[0]).sum(), []), Batch(leaves=(torch.ones(1, 2),), paths=('x',)), backend=LAZY);"
+        "assert 'torch_xla' in sys.modules and dict(os.environ) == before and torch.get_default_device() == default;"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a JAX backend was started';"
+        "print('clean')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"TPU_SKIP_MDS_QUERY": "1"})
+    assert result.stdout.strip() == "clean", result.stderr
