@@ -15,12 +15,16 @@ if not _os.path.isdir(_os.path.join(_here, "passes")) and _os.path.isfile(_os.pa
 _PUBLIC = {
     "compile": "graphacc.api",
     "train_step": "graphacc.api",
+    "mark_sharding": "graphacc.api",
     "save_checkpoint": "graphacc.checkpoints",
     "load_checkpoint": "graphacc.checkpoints",
+    "flash_attention": "graphacc.ops.flash_attention",
+    "P": "graphacc.strategy.annotations",
     "Strategy": "graphacc.strategy",
     "GraphAccError": "graphacc.errors",
     "CaptureError": "graphacc.errors",
     "CheckpointError": "graphacc.errors",
+    "DistributedError": "graphacc.errors",
     "GraphError": "graphacc.errors",
     "LoopError": "graphacc.errors",
     "LoweringError": "graphacc.errors",
@@ -29,14 +33,19 @@ _PUBLIC = {
 }
 """The public list: name -> module. Modules are loaded when a name is first used, so importing graphacc is cheap."""
 
-__all__ = ["__version__", *_PUBLIC]
+_MODULES = ("distributed",)
+"""Public modules, loaded alike."""
+
+__all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 if _typing.TYPE_CHECKING:
-    from graphacc.api import compile, train_step
+    from graphacc import distributed
+    from graphacc.api import compile, mark_sharding, train_step
     from graphacc.checkpoints import load_checkpoint, save_checkpoint
     from graphacc.errors import (
         CaptureError,
         CheckpointError,
+        DistributedError,
         GraphAccError,
         GraphError,
         LoopError,
@@ -44,10 +53,14 @@ if _typing.TYPE_CHECKING:
         NonFiniteLossError,
         StrategyError,
     )
+    from graphacc.ops.flash_attention import flash_attention
     from graphacc.strategy import Strategy
+    from graphacc.strategy.annotations import P
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return _importlib.import_module(f"graphacc.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'graphacc' has no attribute {name!r}")
     return getattr(_importlib.import_module(_PUBLIC[name]), name)

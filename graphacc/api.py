@@ -1,20 +1,23 @@
 """The public functions: compile a model, and run its step explicitly."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from graphacc.errors import GraphAccError, StrategyError
 from graphacc.loop.engine import Engine, Options
+from graphacc.loop.fallback import CHOICES
 from graphacc.loop.module import attach, engine_of, is_compiled, seed_of_torch
 from graphacc.loop.optimizers import install_hooks
+from graphacc.loop.pipelined import PipelinePrograms
 from graphacc.loop.programs import Programs
-from graphacc.runtime import available_devices
+from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
 from graphacc.strategy import Strategy
+from graphacc.strategy.annotations import Annotations, P, annotate, annotated, checked_spec, pinned_parameters
 
-CAPTURES = ("auto", "fx")
 NAN_ACTIONS = ("warn", "stop", "ignore")
+BATCHES = ("global", "local")
 
 
 def compile(
@@ -27,9 +30,13 @@ def compile(
     seed: int | None = None,
     max_grad_norm: float | None = None,
     nan_loss: str = "warn",
+    batch: str = "global",
     batch_dims: Mapping[str, int | None] | None = None,
+    annotations: Annotations | None = None,
     cache_dir: str | None = "default",
     fast_compile: bool = False,
+    memory_plan: str = "roam",
+    plan_seconds: float = DEFAULT_PLAN_SECONDS,
 ) -> nn.Module:
     """Compile the training of `model`; the training loop stays as it is.
 
@@ -42,14 +49,23 @@ def compile(
         strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"). Default: ``fsdp`` over all devices.
         devices: number of devices; on CPU they are virtual and made on demand. Default: what the strategy needs, else all.
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
-        capture: "fx" captures a torch.fx graph; "auto" means the same.
+        capture: "fx" captures operators in a torch.fx graph; "lazy" records HLO with PyTorch/XLA's lazy tensors (needs torch_xla 2.9),
+            which follow more code, but give no operators for passes to work on; "auto" takes FX, and lazy tensors where FX refuses.
         seed: of the random numbers inside the model; default: torch's current seed.
         max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
         nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
+        batch: in a run of several processes, "global": every process passes the same whole batch, "local": each passes its own rows
+            of it, equally many (``torch.utils.data.DistributedSampler``), which lie behind one another in the processes' order.
+            Results and losses are those of the whole batch in both.
         batch_dims: path of a batch tensor, such as "model.kwargs['src']" -> the dim along which it is split over the data axes, or None
             to give every device all of it. Default: dim 0. Any choice gives the same result; a good one is faster.
+        annotations: pattern of parameter names -> how they are split: ``{"*.q_proj.weight": graphacc.P("tp", None)}``. A pin: what is
+            not annotated is decided by the policy of the strategy's axes (see ``model.shardings()``).
         cache_dir: directory of the persistent compile cache ("default": the user's cache directory); None turns it off.
         fast_compile: compile faster, for programs that run slower; for debugging and tests.
+        memory_plan: "roam" plans the temporaries of every program again after XLA has compiled it (order of operations and
+            addresses; on CPU; results keep their bits), "xla" leaves XLA's plan. ``model.explain()`` says what it gave.
+        plan_seconds: budget for planning one program, and for compiling it with XLA's other scheduler where the budget covers that.
 
     Returns:
         `model` itself.
@@ -62,20 +78,56 @@ def compile(
         raise TypeError(f"graphacc.compile takes a torch.nn.Module, got {type(model).__name__}")
     if is_compiled(model):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
-    _check_choice("capture", capture, CAPTURES)
+    _check_choice("capture", capture, CHOICES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
+    _check_choice("batch", batch, BATCHES)
+    check_memory_plan(memory_plan, plan_seconds)
+    distributed.initialize()
     chosen = _choose_strategy(strategy, devices, precision)
-    programs = Programs(
+    if batch == "local" and chosen.microbatches > 1:
+        raise StrategyError(
+            f'batch="local" with microbatches={chosen.microbatches}: the rows of a microbatch would come from every process; '
+            'use batch="global", or accumulate over several calls of backward()'
+        )
+    programs = (Programs if chosen.pp == 1 else PipelinePrograms)(
         chosen,
         num_devices=chosen.num_devices if devices is None else devices,
         batch_dims=batch_dims or {},
+        annotations=_pins(model, annotations or {}, chosen),
         cache_dir=cache_dir,
         fast_compile=fast_compile,
+        memory_plan=memory_plan,
+        plan_seconds=plan_seconds,
+        local_batch=batch == "local",
     )
-    options = Options(seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF, max_grad_norm=max_grad_norm, nan_loss=nan_loss)
+    options = Options(
+        seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF, max_grad_norm=max_grad_norm, nan_loss=nan_loss, capture=capture
+    )
     attach(model, Engine(model, programs, options))
     install_hooks()
     return model
+
+
+def mark_sharding(tensor: Tensor, spec: Iterable[str | None]) -> Tensor:
+    """Pin how a tensor is split over the mesh (the name is PyTorch/XLA's ``xs.mark_sharding``).
+
+    Args:
+        tensor: an ``nn.Parameter``, before its model is compiled; or an activation, inside a model's forward.
+        spec: the mesh axis of every dim, None for a dim that stays whole: ``graphacc.P(None, None, "tp")``.
+
+    Returns:
+        The parameter itself; for an activation, a tensor to use in its place. Its gradient is split alike.
+
+    Raises:
+        StrategyError: an axis is unknown or used twice, or there are more entries than dims.
+    """
+    checked = checked_spec(spec)
+    if len(checked) > tensor.dim():
+        raise StrategyError(f"{checked!r} has {len(checked)} entries, the tensor has shape {list(tensor.shape)}: give at most {tensor.dim()}")
+    if isinstance(tensor, nn.Parameter):
+        annotate(tensor, checked)
+        return tensor
+    return torch.ops.graphacc.mark_sharding(tensor, ",".join(axis or "" for axis in checked))
 
 
 def train_step(
@@ -91,6 +143,7 @@ def train_step(
 
     Returns:
         ``step(*args, **kwargs)``: forward, backward, update and zero_grad; returns the loss, which waits for the device when read.
+        ``step.model`` is the model.
     """
     if not is_compiled(model):
         compile(model, **options)
@@ -105,6 +158,7 @@ def train_step(
         optimizer.zero_grad()
         return value
 
+    step.model = model
     return step
 
 
@@ -118,6 +172,14 @@ def _default_loss(model: nn.Module, *args, **kwargs) -> Tensor:
     return value
 
 
+def _pins(model: nn.Module, annotations: Annotations, strategy: Strategy) -> dict[str, P]:
+    first = {parameter: name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first |= {parameter: name for name, parameter in model.named_parameters()}
+    aliases = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False) if first[parameter] != name}
+    shapes = {name: tuple(parameter.shape) for parameter, name in first.items()}
+    return pinned_parameters({**annotated(model), **annotations}, shapes, aliases, strategy)
+
+
 def _choose_strategy(strategy: Strategy | str | None, devices: int | None, precision: str | None) -> Strategy:
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
@@ -126,9 +188,6 @@ def _choose_strategy(strategy: Strategy | str | None, devices: int | None, preci
         strategy = Strategy(fsdp=count)
     if precision is not None:
         strategy = strategy.replace(precision=precision)
-    later = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(strategy, axis) > 1]
-    if later:
-        raise StrategyError(f"{strategy}: the axes {', '.join(later)} are not available yet; use dp and fsdp")
     return strategy
 
 
@@ -137,4 +196,4 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise GraphAccError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
-__all__ = ["compile", "engine_of", "train_step"]
+__all__ = ["compile", "engine_of", "mark_sharding", "train_step"]

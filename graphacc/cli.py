@@ -4,11 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from graphacc.errors import GraphAccError
+from graphacc.errors import GraphAccError, PlanError
 from graphacc.passes.memory.addresses import solve_addresses
 from graphacc.passes.memory.addresses.picture import save_picture
 from graphacc.passes.memory.csvfile import read_problem, write_solution
-from graphacc.passes.memory.problem import AddressPlan, Status
+from graphacc.passes.memory.jsonfile import read_order_problem, write_plan
+from graphacc.passes.memory.plan import plan as plan_order_and_addresses
+from graphacc.passes.memory.problem import AddressPlan, AddressProblem, LiveBuffer, OrderPlan, Status
 
 EXIT_SOLVED, EXIT_UNSOLVED, EXIT_ERROR = 0, 1, 2
 
@@ -28,9 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser(
         "plan-memory",
-        help="choose addresses for buffers with known live ranges",
+        help="choose addresses for buffers with known live ranges, or an order and addresses",
         description="Chooses addresses for buffers with known live ranges. FILE is in MiniMalloc's CSV format: "
-        "id,lower,upper,size with half-open live ranges; a column offset fixes the buffers where it is not empty.",
+        "id,lower,upper,size with half-open live ranges; a column offset fixes the buffers where it is not empty. "
+        "If FILE ends in .json it is an order problem, and the order of its operators is chosen too: an object with the lists "
+        "operators (name, reads, writes, and optionally after, workspace) and buffers (name, size, and optionally is_input, "
+        "is_output); reads, writes and after are lists of indices.",
     )
     plan.add_argument("file", metavar="FILE")
     plan.add_argument("--capacity", type=int, metavar="N", help="decide whether N bytes suffice; without it, minimise")
@@ -44,6 +49,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan_memory(options: argparse.Namespace) -> int:
+    return _plan_order(options) if options.file.lower().endswith(".json") else _plan_addresses(options)
+
+
+def _plan_order(options: argparse.Namespace) -> int:
+    if options.capacity is not None:
+        raise PlanError("--capacity: an order problem is always minimised; leave it out")
+    problem = read_order_problem(options.file)
+    plan = plan_order_and_addresses(problem, seconds=options.seconds, threads=options.threads, alignment=options.alignment)
+    print(f"order: {describe_order(plan.order)}")
+    print(f"addresses: {describe(plan.addresses)}")
+    if options.output:
+        write_plan(options.output, problem, plan)
+    if options.picture:
+        ranges = zip(problem.buffers, plan.live_ranges, plan.addresses.offsets, strict=False)  # workspaces have offsets too
+        live = [(b, lower, upper, offset) for b, (lower, upper), offset in ranges if b.size and lower < upper]
+        buffers = tuple(LiveBuffer(name=b.name, lower=lower, upper=upper, size=b.size) for b, lower, upper, _ in live)
+        save_picture(options.picture, AddressProblem(buffers=buffers), {"plan": [offset for *_, offset in live]})
+    return EXIT_SOLVED
+
+
+def _plan_addresses(options: argparse.Namespace) -> int:
     problem = read_problem(options.file, capacity=options.capacity, alignment=options.alignment)
     plan = solve_addresses(problem, seconds=options.seconds, threads=options.threads)
     print(describe(plan))
@@ -54,6 +80,13 @@ def _plan_memory(options: argparse.Namespace) -> int:
     if options.picture:
         save_picture(options.picture, problem, {"plan": plan.offsets})
     return EXIT_SOLVED
+
+
+def describe_order(plan: OrderPlan) -> str:
+    """One line that says how the order was found."""
+    gap = f", gap {100 * plan.gap:.3f} %" if plan.status is Status.FEASIBLE else ""
+    bound = f"lower bound {plan.lower_bound:,} by {plan.bound_source}"
+    return f"{plan.status.value}{gap}: peak {plan.peak:,} bytes, {bound}, {plan.seconds:.2f} s"
 
 
 def describe(plan: AddressPlan) -> str:

@@ -28,6 +28,10 @@ class CheckpointError(GraphAccError):
     """A checkpoint is missing, truncated, damaged or of another model."""
 
 
+class DistributedError(GraphAccError):
+    """The processes of a run cannot be joined: what started them says too little, or contradicts itself."""
+
+
 class LoopError(GraphAccError):
     """The training loop asks for something that a compiled step cannot give; the message says what to set."""
 

@@ -1,35 +1,62 @@
 """The whole pipeline as one list."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 
 from graphacc.errors import GraphError, StrategyError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
+from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.partition.driver import partition
+from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
+from graphacc.passes.partition.regroup import REGROUP_SUMS
+from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
 from graphacc.passes.partition.zero import zero_layouts
 from graphacc.passes.runner import Log, Pass
+from graphacc.passes.stages import mark_pass, owner_of
 from graphacc.strategy.spec import Strategy
 
 
-def build_pipeline(step: StepGraph, strategy: Strategy, *, batch_dims: Mapping[str, int | None]) -> list[Pass]:
+def build_pipeline(
+    step: StepGraph,
+    strategy: Strategy,
+    *,
+    batch_dims: Mapping[str, int | None],
+    splits: Mapping[str, Split] | None = None,
+    homes: Mapping[str, int] = MappingProxyType({}),
+    experts: Collection[str] | None = None,
+) -> list[Pass]:
     """The passes that turn a captured graph into the program of one device of `strategy`.
 
     Args:
         step: the captured graph, with global shapes. Only its signature is read.
         batch_dims: target of every BATCH input -> the dim that is split over the devices, or None. Any choice gives the
             same results; `default_batch_dims` makes a good one.
+        splits: parameter -> its split along `tp`; None finds them in `step`, which then needs a forward part.
+        homes: parameter -> the pipeline stage where earlier programs keep it.
+        experts: the parameters that `ep` splits; None finds them in `step`, which then needs a forward part.
 
     Raises:
-        StrategyError: `batch_dims` does not fit the signature, or a batch dim does not divide.
+        StrategyError: `batch_dims` does not fit the signature, or a batch dim, or a number of heads, does not divide.
     """
     check_batch(step, strategy, batch_dims)
-    passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS]
+    passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, ATTACH_ATTENTION, ATTACH_EXPERTS]
+    if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
+        passes.append(mark_pass(strategy, homes))
     if strategy.zero_stage == 3:
         passes.append(REGATHER)
+    if strategy.tp > 1:
+        splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
+        passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]
+    if strategy.cp > 1:
+        passes.append(context_parallel_pass(step, strategy, batch_dims))
+    if strategy.ep > 1:
+        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, batch_dims))
     if strategy.fsdp > 1:
         passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, batch_dims))
     if strategy.dp > 1:
@@ -50,6 +77,98 @@ def partition_pass(axis: str, num_ranks: int, stage: int, batch_dims: Mapping[st
         name=f"partition-{axis}", exact=False, run=run, verify=functools.partial(_verify_axis, axis=axis, num_ranks=num_ranks)
     )
 
+
+def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_dims: Mapping[str, int | None]) -> Pass:
+    """The partition along `tp`, with sequence parallelism if the strategy asks for it."""
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        resolve = _sequence_split(step, strategy, batch_dims)
+        layouts = tensor_parallel_layouts(step, _with_replicas(step, splits), resolve, sequence_parallel=strategy.sequence_parallel)
+        result, log.details = partition(
+            step, "tp", strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
+        )
+        log.rewrote(len(log.details.collectives))
+        return result
+
+    return Pass(
+        name="partition-tp", exact=False, run=run, verify=functools.partial(_verify_axis, axis="tp", num_ranks=strategy.tp)
+    )
+
+
+def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> Pass:
+    """The partition along `cp`: the sequence is split through the whole model.
+
+    Attention exchanges the sequence's split for one of the heads and back, by all-to-all (Jacobs et al., "DeepSpeed Ulysses",
+    2023). With sequence parallelism along `tp`, every block of `tp` is split over `cp`.
+
+    Raises:
+        StrategyError: no batch input has a sequence that divides.
+    """
+    outer = strategy.tp if strategy.sequence_parallel else 1
+    splits = sequence_inputs(step, strategy.cp, outer, batch_dims)
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        outputs = {(item.kind, item.target): REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
+        names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
+        for node in step.graph.nodes:
+            if node.target in FLASH:
+                node.meta["context"] = strategy.context
+        pins = sequence_lookups(step, strategy.cp, outer, batch_dims)
+        result, log.details = partition(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins)
+        log.rewrote(len(log.details.collectives))
+        return result
+
+    return Pass(
+        name="partition-cp", exact=False, run=run, verify=functools.partial(_verify_axis, axis="cp", num_ranks=strategy.cp)
+    )
+
+
+def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
+    """The batch inputs of tokens, [B, T] or [B, T, D] (or [T, B] where the batch is dim 1), and the split of their sequence."""
+    splits, sizes = {}, {}
+    for item in step.inputs:
+        if item.kind is Kind.BATCH and len(item.shape) in (2, 3) and batch_dims[item.target] in (0, 1):
+            dim = 1 - batch_dims[item.target]
+            sizes[item.target] = item.shape[dim]
+            if item.shape[dim] % (num_ranks * outer) == 0:
+                splits[item.target] = Split(dim, outer)
+    if not splits and any(dim is not None for dim in batch_dims.values()):
+        raise StrategyError(
+            f"cp={num_ranks} splits the sequence of the batch, but no batch input has a sequence that "
+            f"{num_ranks * outer} divides (lengths: {sizes or 'none'}): pad the batch to a multiple, or choose another cp"
+        )
+    return splits
+
+
+def sequence_lookups(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
+    """Tokens that the model makes itself out of the batch (a decoder's shifted labels), split like the batch's."""
+    shapes = {
+        (item.shape[0], item.shape[1]) for item in step.inputs if item.kind is Kind.BATCH and batch_dims[item.target] == 0 and len(item.shape) == 2
+    }
+    found = {}
+    for node in step.graph.nodes:
+        indices = node.args[1] if node.target is torch.ops.aten.embedding.default else None
+        if indices is not None and indices.op == "call_function":
+            shape = tuple(indices.meta["val"].shape)
+            if shape in shapes and shape[1] % (num_ranks * outer) == 0:
+                found[indices.name] = Split(1, outer)
+    return found
+
+
+def _with_replicas(step: StepGraph, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """A replica of a parameter on another pipeline stage is split like the parameter."""
+    targets = [item.target for item in step.inputs if item.kind is Kind.PARAM]
+    return {**splits, **{target: splits[owner_of(target)] for target in targets if owner_of(target) in splits}}
+
+
+def _sequence_split(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]):
+    sizes = [item.shape[0] for item in step.inputs if item.kind is Kind.BATCH and batch_dims.get(item.target) == 0]
+    if not strategy.sequence_parallel or not sizes:
+        return lambda shape: None
+    return sequence_split(sizes[0], strategy.tp)
+
+
+FLASH = (torch.ops.graphacc.flash_attention.default, torch.ops.graphacc.flash_attention_backward.default)
 
 REGATHER = Pass(name="separate-backward-reads", exact=True, run=separate_backward_reads, verify=verify_backward_reads)
 
@@ -75,13 +194,13 @@ def default_batch_dims(step: StepGraph) -> dict[str, int | None]:
 
 
 def check_batch(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> None:
-    """Raise StrategyError unless every batch input has a valid dim that dp * fsdp divides."""
+    """Raise StrategyError unless every batch input has a valid dim that dp * fsdp * ep divides."""
     targets = {item.target: item for item in step.inputs if item.kind is Kind.BATCH}
     if set(batch_dims) != set(targets):
         raise StrategyError(
             f"batch_dims names {sorted(batch_dims)}, the batch has {sorted(targets)}: give every one a dim, or None"
         )
-    ranks = strategy.dp * strategy.fsdp
+    ranks = strategy.data_ranks
     for target, dim in batch_dims.items():
         shape = targets[target].shape
         if dim is not None and not 0 <= dim < len(shape):
@@ -91,7 +210,7 @@ def check_batch(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, in
         if dim is not None and shape[dim] % ranks:
             raise StrategyError(
                 f"batch input {target!r} has shape {list(shape)}: its dim {dim} of size {shape[dim]} is split over "
-                f"dp={strategy.dp} x fsdp={strategy.fsdp} = {ranks} devices, which do not divide it. "
+                f"dp={strategy.dp} x fsdp={strategy.fsdp}{f' x ep={strategy.ep}' if strategy.ep > 1 else ''} = {ranks} devices, which do not divide it. "
                 f"Use a batch size that is a multiple of {ranks}, or fewer devices; where the batch is another dim, name it: "
                 f"graphacc.compile(..., batch_dims={{{target!r}: 1}}), or None for a tensor that every device needs whole"
             )

@@ -13,6 +13,24 @@ def group_rank(name: str) -> int:
     return _resolve_process_group(name).rank()
 
 
+def exchange_with(x: torch.Tensor, target: int, source: int, name: str) -> torch.Tensor:
+    """Send `x` to rank `target` of the group registered under `name`, and receive rank `source`'s."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    if target == group.rank():
+        return x.clone()
+    received = torch.empty_like(x)
+    operations = [
+        dist.P2POp(dist.isend, x, dist.get_global_rank(group, target), group),
+        dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group),
+    ]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    return received
+
+
 @contextlib.contextmanager
 def compiling():
     """Make ``torch.compiler.is_compiling()`` true while tracing, as models expect who avoid data-dependent branches."""
@@ -179,6 +197,14 @@ def defining_module(overload) -> str | None:
 
     definition = OPDEFS.get(overload._schema.name)
     return None if definition is None else definition._init_fn.__module__
+
+
+def python_body(overload):
+    """The Python function that a ``torch.library.custom_op`` runs on every device; None for any other operator."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(overload._schema.name)
+    return definition._init_fn if definition is not None and None in definition._backend_fns else None
 
 
 # --- loop --------------------------------------------------------------------------------------------------------------

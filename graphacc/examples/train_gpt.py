@@ -1,6 +1,7 @@
 """Train a small GPT-2 on the source of Python's standard library: ``python -m graphacc.examples.train_gpt``.
 
-The model is transformers' GPT-2 with random weights; a token is a byte. On CPU the step runs on eight virtual devices.
+The model is transformers' GPT-2 with random weights; a token is a byte. On CPU the step runs on eight virtual devices. The same
+in two processes, each with half of the devices: ``torchrun --nproc-per-node=2 -m graphacc.examples.train_gpt``.
 """
 
 import argparse
@@ -27,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         train(args)
     except graphacc.GraphAccError as error:
+        if graphacc.distributed.process_count() > 1:
+            raise  # the other processes hear of an error that nobody catches
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -68,6 +71,8 @@ def train(args: argparse.Namespace) -> None:
     import graphacc
 
     torch.manual_seed(args.seed)
+    graphacc.distributed.initialize()
+    first = graphacc.distributed.is_first_process()
     devices = default_devices(args)
     model = graphacc.compile(build_model(args), strategy=args.strategy, devices=devices, precision=args.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -77,9 +82,10 @@ def train(args: argparse.Namespace) -> None:
         extra = graphacc.load_checkpoint(args.resume, model, optimizer)
         progress.losses = extra["losses"]
         scheduler.load_state_dict(extra["scheduler"])
-    print(f"strategy: {model.strategy} on {model.strategy.num_devices} devices, {count_parameters(model):,} parameters", flush=True)
+    if first:
+        print(f"strategy: {model.strategy} on {model.strategy.num_devices} devices, {count_parameters(model):,} parameters", flush=True)
     start = len(progress.losses)
-    bar = tqdm(total=args.steps, initial=start, unit="step", disable=None)
+    bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if first else True)
     for step, batch in zip(range(start, args.steps), batches(args, start)):
         began = time.perf_counter()
         loss = model(input_ids=batch, labels=batch).loss
@@ -95,7 +101,8 @@ def train(args: argparse.Namespace) -> None:
             extra = {"losses": progress.losses, "scheduler": scheduler.state_dict()}
             graphacc.save_checkpoint(args.save, model, optimizer, extra=extra)
     bar.close()
-    report(args, model, progress)
+    if first:
+        report(args, model, progress)
 
 
 def default_devices(args: argparse.Namespace) -> int | None:

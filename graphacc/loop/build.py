@@ -1,17 +1,22 @@
-"""From a tape to StepGraphs: the forward part, the gradients, the update, and the whole step."""
+"""From a tape to StepGraphs (or HloSteps): the forward part, the gradients, the update, and the whole step."""
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from graphacc.capture import Batch, capture_forward, capture_joint, capture_update, stitch
-from graphacc.errors import StrategyError
+from graphacc import hlo
+from graphacc.capture import Backend, Batch, capture_forward, capture_joint, capture_update, stitch
+from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
+from graphacc.hlo import HloStep
 from graphacc.loop.managed import Handle
 from graphacc.loop.tape import External, Param, Ref, Tape
+
+Step = StepGraph | HloStep
+"""What the two ways to capture give."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,9 @@ def clip_total_norm(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tens
     return {name: grad * scale.to(grad.dtype) for name, grad in grads.items()}
 
 
-def joint_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, microbatches: int) -> StepGraph:
+def joint_graph(
+    backend: Backend, model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, microbatches: int
+) -> Step:
     """Forward and backward up to ``tape.loss``; `outputs` are the values that are returned besides.
 
     With several microbatches it is the graph of one of them, and its loss is divided by their number.
@@ -97,10 +104,13 @@ def joint_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precision:
 
     batch = batch_of(tape, tape.forward_calls)
     leaves = tuple(microbatch(leaf, tape, microbatches, 0) for leaf in batch.leaves)
-    return _renumber(capture_joint(model, forward, dataclasses.replace(batch, leaves=leaves), precision=precision), outputs)
+    batch = dataclasses.replace(batch, leaves=leaves)
+    return _renumber(capture_joint(model, forward, batch, precision=precision, backend=backend), outputs)
 
 
-def forward_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, keep_buffers: bool) -> StepGraph:
+def forward_graph(
+    backend: Backend, model: nn.Module, tape: Tape, outputs: Sequence[int], precision: str, keep_buffers: bool
+) -> Step:
     """The forward part alone, without gradients; buffers that it changes are outputs if they are to be kept."""
 
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[None, list[Tensor]]:
@@ -108,12 +118,15 @@ def forward_graph(model: nn.Module, tape: Tape, outputs: Sequence[int], precisio
         tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), _named(module))
         return None, [env[i] for i in outputs]
 
-    step = _renumber(capture_forward(model, forward, batch_of(tape, tape.forward_calls), precision=precision), outputs)
+    batch = batch_of(tape, tape.forward_calls)
+    step = _renumber(capture_forward(model, forward, batch, precision=precision, backend=backend), outputs)
     return step if keep_buffers else _without_outputs(step, Kind.BUFFER)
 
 
-def accumulating(joint: StepGraph) -> StepGraph:
-    """The same graph with every gradient added to an input of kind GRAD, which the sum replaces."""
+def accumulating(joint: Step) -> Step:
+    """The same step with every gradient added to an input of kind GRAD, which the sum replaces."""
+    if isinstance(joint, HloStep):
+        return hlo.accumulating(joint)
     step = StepGraph(copy.deepcopy(joint.module), joint.inputs, joint.outputs, joint.constants)
     graph, results, inputs = step.graph, list(step.results), list(step.inputs)
     last = step.placeholders[-1]
@@ -149,7 +162,35 @@ def microbatch(tensor: Tensor, tape: Tape, count: int, index: int) -> Tensor:
     return tensor.chunk(count)[index]
 
 
-def _without_outputs(step: StepGraph, kind: Kind) -> StepGraph:
+def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:
+    """A function that gives a value of the whole batch from its microbatches: joined along dim 0, or the mean of numbers.
+
+    Args:
+        parts: fetch one microbatch's value each.
+        like: has the shape that the value has for the whole batch.
+    """
+    if len(parts) == 1:
+        return parts[0]
+
+    def fetch() -> Tensor:
+        values = [part() for part in parts]
+        shape = tuple(values[0].shape)
+        if not shape and values[0].is_floating_point():
+            return torch.stack(values).mean()
+        if shape and (shape[0] * len(values), *shape[1:]) == tuple(like.shape):
+            return torch.cat(values)
+        raise LoopError(
+            f"the loop reads a {values[0].dtype} of shape {list(like.shape)} that is computed from the model's results, in "
+            f"microbatches={len(parts)} parts of shape {list(shape)}: only values with the batch in dim 0 and floating-point numbers, whose "
+            "mean is taken, can be put together; compute others from such values after optimizer.step()"
+        )
+
+    return fetch
+
+
+def _without_outputs(step: Step, kind: Kind) -> Step:
+    if isinstance(step, HloStep):
+        return hlo.without_outputs(step, kind)
     kept = [i for i, out in enumerate(step.outputs) if out.kind is not kind]
     results = step.results
     step.graph.output_node().args = (tuple(results[i] for i in kept),)
@@ -159,7 +200,9 @@ def _without_outputs(step: StepGraph, kind: Kind) -> StepGraph:
     return step
 
 
-def update_graph(model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]) -> StepGraph:
+def update_graph(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]
+) -> Step:
     """Gradient code and the optimizer's step."""
     env: dict[int, Tensor] = {}
 
@@ -176,12 +219,13 @@ def update_graph(model: nn.Module, optimizer: torch.optim.Optimizer, code: Gradi
         updated=code.names,
         results=lambda: {str(index): env[index] for index in code.results},
         dynamic=dynamic,
+        backend=backend,
     )
 
 
-def step_graph(joint: StepGraph, update: StepGraph) -> StepGraph:
+def step_graph(joint: Step, update: Step) -> Step:
     """The whole step as one graph."""
-    return stitch(joint, update)
+    return hlo.joined(joint, update) if isinstance(joint, HloStep) else stitch(joint, update)
 
 
 def batch_of(tape: Tape, calls: Sequence) -> Batch:
@@ -199,7 +243,7 @@ def _input(kind: Kind, target: str, like: Tensor) -> Input:
     return Input(name="", kind=kind, target=target, shape=tuple(like.shape), dtype=like.dtype)
 
 
-def _renumber(step: StepGraph, outputs: Sequence[int]) -> StepGraph:
+def _renumber(step: Step, outputs: Sequence[int]) -> Step:
     """Name USER outputs by their value index on the tape instead of their position."""
     targets = {str(position): str(index) for position, index in enumerate(outputs)}
     step.outputs = tuple(

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc.capture import hyperparameters, init_optimizer_state
+from graphacc.capture import FX, hyperparameters, init_optimizer_state
 from graphacc.errors import LoopError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import Kind
 from graphacc.loop import build
 from graphacc.loop.fakes import Fakes
+from graphacc.loop.fallback import Fallback
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
@@ -39,6 +40,7 @@ class Options:
     seed: int  # first word of every random key
     max_grad_norm: float | None = None  # clip the total norm of the gradients that an optimizer's step uses
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
+    capture: str = "auto"  # "fx", "lazy", or "auto": lazy tensors where torch.fx refuses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Engine:
         self.capturing = False  # the model's own code runs, on fake tensors
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
         self.losses = LossWatch(options.nan_loss)
+        self.fallback = Fallback(options.capture, programs.strategy)
         self._persistent = set(model.state_dict(keep_vars=True))
-        self._joints: dict[tuple, StepGraph] = {}
+        self._joints: dict[tuple, build.Step] = {}
 
     # ---- calls of the model
 
@@ -147,7 +150,11 @@ class Engine:
         if not isinstance(function, ModelCall):
             return self.fakes.run(function, args, kwargs)
         with self.direct_calls():
-            return self.fakes.call_model(args, kwargs)
+            return self.fallback.attempt(lambda: self._call_on_fakes(args, kwargs))
+
+    def _call_on_fakes(self, args: tuple, kwargs: dict):
+        call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
+        return call(args, kwargs)
 
     # ---- gradients
 
@@ -157,7 +164,7 @@ class Engine:
         self._refuse_spent()
         self.pending = tape
         tape.outputs = tape.live()
-        for output in self._joint(tape).outputs:
+        for output in self.fallback.attempt(lambda: self._joint(tape)).outputs:
             if output.kind is not Kind.GRAD:
                 continue
             handle = self.handles[output.target]
@@ -245,7 +252,7 @@ class Engine:
             self._run_grad(tape)
         grads = {name: self.programs.fetch(Kind.GRAD, name) for name in tape.grad_values}
         code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
-        externals = [tape.externals[i] for i in code.external_indices]
+        externals = [self._whole_external(tape, i) for i in code.external_indices]
         values = [tape.value(i) for i in code.forward_values]
         env = code.replay(grads, [*externals, *values, *(self._refreshed(handle) for handle in code.handles)])
         for value, tensor in env.items():
@@ -257,6 +264,14 @@ class Engine:
         if self.pending is tape:
             self.pending = None
         self._close(tape)
+
+    def _whole_external(self, tape: Tape, index: int) -> Tensor:
+        if tape.externals[index] is not tape.sources[index]:
+            raise LoopError(
+                f"{tape.external_paths[index]} is this process's part of the batch, and code on gradients that is run outside of the step "
+                'reads it: use batch="global", or leave the gradients unread until optimizer.step()'
+            )
+        return tape.externals[index]
 
     def _refreshed(self, handle: Handle) -> Tensor:
         handle.refresh()
@@ -280,7 +295,7 @@ class Engine:
             log.info("graphacc: %s changed between steps and became an input of the program", ", ".join(changed))
         self.losses.check()
         tape = self.pending
-        whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.strategy.microbatches == 1
+        whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps
         if whole and set(names) == set(tape.grad_values):
             self._run_step(tape, binding, names)
         else:
@@ -299,8 +314,8 @@ class Engine:
         binding.names = parameter_names(self, optimizer)  # groups can be added
         return binding
 
-    def _joint(self, tape: Tape) -> StepGraph:
-        key = (tape.key(tape.forward_calls), tape.loss, tuple(tape.outputs))
+    def _joint(self, tape: Tape) -> build.Step:
+        key = (self.fallback.backend.name, tape.key(tape.forward_calls), tape.loss, tuple(tape.outputs))
         if key not in self._joints:
             strategy = self.programs.strategy
             self._joints[key] = self._capture(build.joint_graph, tape, tape.outputs, strategy.precision, strategy.microbatches)
@@ -309,7 +324,7 @@ class Engine:
     def _run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:
         """Compute values of the forward part."""
         wanted = [index for index in outputs if not tape.has_value(index)]
-        compiled = self.programs.get(
+        compiled = self._program(
             "forward",
             {**self._forward_aspects(tape), "results": tuple(wanted), "buffers kept": keep_buffers},
             lambda: self._capture(build.forward_graph, tape, wanted, self.programs.strategy.precision, keep_buffers),
@@ -319,19 +334,20 @@ class Engine:
     def _run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
         count = self.programs.strategy.microbatches
-        compiled = self.programs.get(
+        compiled = self._program(
             "grad",
             {**self._forward_aspects(tape), "results": tuple(tape.outputs)},
             lambda: build.accumulating(self._joint(tape)),
         )
         for name in tape.grad_values:
             self._prepare_accumulator(compiled, name)
-        losses = []
-        for i in range(count):
-            fetched = self._run(compiled, tape, microbatch=i)
-            losses.append(fetched.pop((Kind.LOSS, "loss")))
-            self._fulfil(tape, fetched)
-        tape.fulfil(tape.loss, lambda: torch.stack([loss() for loss in losses]).sum())
+        self._upload(compiled, tape)
+        feeds = [self._feeds(compiled, tape, microbatch=i) for i in range(count)]
+        parts = self.programs.run_microbatches(compiled, feeds)
+        self._mark_stale(compiled)
+        tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
+        for index in tape.outputs:
+            tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
         self.accumulated |= set(tape.grad_values)
         tape.has_run = True
 
@@ -340,13 +356,13 @@ class Engine:
         if name in self.accumulated and name not in self.host_grads:
             return
         value = self.host_grads.pop(name, None)
-        zeros = torch.zeros(1).expand(self.fakes.gradient_of(self.handles[name]).shape)
+        zeros = torch.zeros(()).expand(self.fakes.gradient_of(self.handles[name]).shape)
         self.programs.put(compiled, Kind.GRAD, name, zeros if value is None else value)
 
     def _run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
         """The whole step in one program."""
         code = self._gradient_code(tape, names)
-        compiled = self.programs.get(
+        compiled = self._program(
             "step",
             {**self._forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code)},
             lambda: build.step_graph(self._joint(tape), self._capture(build.update_graph, binding.optimizer, code, binding.dynamic)),
@@ -366,7 +382,7 @@ class Engine:
             if name not in tape.grad_bindings:
                 tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.fakes.gradient_of(self.handles[name]))
         code = self._gradient_code(tape, names)
-        compiled = self.programs.get(
+        compiled = self._program(
             "update",
             _update_aspects(binding, code),
             lambda: self._capture(build.update_graph, binding.optimizer, code, binding.dynamic),
@@ -383,24 +399,30 @@ class Engine:
         results = tuple(index for index in tape.live() if index in made and not tape.has_value(index))
         return build.GradientCode(tape=tape, names=names, max_norm=self.options.max_grad_norm, results=results)
 
-    def _capture(self, build_graph: Callable[..., StepGraph], *args) -> StepGraph:
+    def _capture(self, build_graph: Callable[..., build.Step], *args) -> build.Step:
         with self.direct_calls():
-            return build_graph(self.model, *args)
+            return build_graph(self.fallback.backend, self.model, *args)
+
+    def _program(self, kind: str, aspects: dict[str, object], capture: Callable[[], build.Step]) -> Compiled:
+        return self.fallback.attempt(lambda: self.programs.get(kind, aspects, capture))
 
     def _forward_aspects(self, tape: Tape) -> dict[str, object]:
         code, batch = tape.key(tape.forward_calls)
         return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
 
     def _run(
-        self,
-        compiled: Compiled,
-        tape: Tape,
-        *,
-        binding: Binding | None = None,
-        microbatch: int | None = None,
+        self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None
     ) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
         """Bring the host's news to the devices, run, and mark what the program changed."""
         self._upload(compiled, tape)
+        fetched = self.programs.run(compiled, self._feeds(compiled, tape, binding=binding))
+        self._mark_stale(compiled)
+        return fetched
+
+    def _feeds(
+        self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
+    ) -> dict[tuple[Kind, str], object]:
+        """The inputs of a program that are no state."""
         seed = self.seed ^ ((microbatch or 0) * _GOLDEN & 0xFFFFFFFF)
         feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [seed, tape.counter & 0xFFFFFFFF]}
         for index, path in enumerate(tape.external_paths):
@@ -413,11 +435,12 @@ class Engine:
         for item in compiled.graph.inputs:
             if item.kind in (Kind.LOSS, Kind.USER):
                 feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
-        fetched = self.programs.run(compiled, feeds)
+        return feeds
+
+    def _mark_stale(self, compiled: Compiled) -> None:
         for item in compiled.graph.outputs:
             if item.kind in (Kind.PARAM, Kind.BUFFER):
                 self.handles[item.target].host_is_stale = True
-        return fetched
 
     def _upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""

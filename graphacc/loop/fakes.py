@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphacc._compat.torch_ import compiling, decided_branches
 from graphacc.capture.diagnose import explained
+from graphacc.capture.lazy import infer_call
 from graphacc.loop.managed import Handle
 from graphacc.loop.tape import Param
 
@@ -53,6 +54,14 @@ class Fakes:
         packed, tensors = "position_ids" in kwargs, self.model_tensors()
         with self._mode, compiling(), decided_branches(packed_sequences=packed), explained(f"the model {type(self.model).__name__}"):
             return torch.func.functional_call(self.model, tensors, args, kwargs)
+
+    def call_model_lazily(self, args: tuple, kwargs: dict):
+        """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
+        return infer_call(self.model, self.model_tensors(), args, kwargs, self._like)
+
+    def _like(self, meta: Tensor) -> Tensor:
+        with self._mode:
+            return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu")
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model under all its names, fake; a tied tensor is one fake."""

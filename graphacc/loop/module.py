@@ -8,9 +8,10 @@ from torch import nn
 
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
+from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
 from graphacc.loop.programs import STATE_KINDS, Compiled
-from graphacc.strategy import Strategy
+from graphacc.strategy.in_force import StrategyInForce
 from graphacc.strategy.memory import predict_memory
 
 
@@ -18,7 +19,7 @@ from graphacc.strategy.memory import predict_memory
 class Memory:
     """Bytes on one device for the program that needs most."""
 
-    predicted_bytes: int  # from the graph, before compiling
+    predicted_bytes: int | None  # from the graph, before compiling; None where lazy tensors gave HLO and no graph
     measured_bytes: int  # what the compiled program reserves: arguments, temporaries and new outputs
     argument_bytes: int  # parameters, optimizer state and batch, in the compiled program
     temporary_bytes: int  # temporaries, in the compiled program
@@ -37,9 +38,10 @@ class CompiledModule(nn.Module):
         return self._graphacc_engine.call(super().__call__, args, kwargs)
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy in force."""
-        return self._graphacc_engine.programs.strategy
+    def strategy(self) -> StrategyInForce:
+        """The strategy in force; printed, it shows for every parameter how it is split and who decided that."""
+        programs = self._graphacc_engine.programs
+        return StrategyInForce.of(programs.strategy, programs.decisions())
 
     @property
     def programs(self) -> tuple[Compiled, ...]:
@@ -47,11 +49,13 @@ class CompiledModule(nn.Module):
         return tuple(self._graphacc_engine.programs.compiled)
 
     def explain(self) -> str:
-        """A table of the programs that were compiled and why, as text."""
+        """A table of the programs that were compiled and why, and a line for each memory plan, as text."""
         header = ("program", "why", "nodes", "capture s", "passes s", "compile s", "cached", "MB/device")
         rows = [header, *(_row(compiled) for compiled in self.programs)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        plans = [f"{c.kind}: {c.program.plan.summary()}" for c in self.programs if c.program.plan is not None]
+        return "\n".join(lines + plans)
 
     def memory(self) -> "Memory":
         """Predicted and measured memory of the largest program so far.
@@ -62,9 +66,9 @@ class CompiledModule(nn.Module):
         if not self.programs:
             raise LoopError("no program has been compiled yet: run a training step first")
         largest = max(self.programs, key=lambda compiled: compiled.program.memory.peak_bytes)
-        prediction, measured = predict_memory(largest.graph), largest.program.memory
+        measured = largest.program.memory
         return Memory(
-            predicted_bytes=prediction.peak_bytes,
+            predicted_bytes=None if isinstance(largest.graph, HloStep) else predict_memory(largest.graph).peak_bytes,
             measured_bytes=measured.peak_bytes,
             argument_bytes=measured.argument_bytes,
             temporary_bytes=measured.temp_bytes,
@@ -104,7 +108,7 @@ def _row(compiled: Compiled) -> tuple[str, ...]:
     return (
         compiled.kind,
         compiled.reason,
-        str(len(compiled.graph.graph.nodes)),
+        str(compiled.num_operators),
         f"{compiled.capture_seconds:.2f}",
         f"{compiled.pass_seconds:.2f}",
         f"{compiled.compile_seconds:.2f}",

@@ -3,17 +3,29 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import torch
+from jax.sharding import Mesh
 from torch import Tensor
 
-from graphacc.graph import Input, Kind, Output, StepGraph
-from graphacc.passes.pipeline import build_pipeline, default_batch_dims
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.hlo import HloStep
+from graphacc.loop.build import Step
+from graphacc.passes.experts import check_pins, find_experts
+from graphacc.passes.hlo.shardings import with_layouts
+from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
+from graphacc.passes.pipeline import build_pipeline, check_batch, default_batch_dims
 from graphacc.passes.runner import run_passes
+from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
+from graphacc.runtime.distributed import process_count
+from graphacc.runtime.exchange import from_parts
 from graphacc.strategy import Strategy
+from graphacc.strategy.annotations import P
+from graphacc.strategy.in_force import TensorDecision
 
 log = logging.getLogger("graphacc")
 
@@ -27,12 +39,22 @@ class Compiled:
 
     kind: str  # "step", "grad", "update" or "forward"
     reason: str  # why it was compiled
-    graph: StepGraph  # as it was lowered: local along the data axes
+    graph: Step  # as it was lowered: local along the data axes, or HLO
     program: Program
     constants: dict[str, jax.Array]  # target -> tensor that the trace lifted; its own, for names repeat between programs
     capture_seconds: float
     pass_seconds: float
     compile_seconds: float
+
+    @property
+    def num_operators(self) -> int:
+        """Nodes of the graph, or instructions of the captured HLO."""
+        return self.graph.num_operators if isinstance(self.graph, HloStep) else len(self.graph.graph.nodes)
+
+    @property
+    def parts(self) -> "tuple[Compiled, ...]":
+        """The programs that run: this one. Of a pipeline there are several."""
+        return (self,)
 
 
 class Programs:
@@ -44,18 +66,33 @@ class Programs:
         *,
         num_devices: int,
         batch_dims: Mapping[str, int | None],
+        annotations: Mapping[str, P],
         cache_dir: str | None,
         fast_compile: bool,
+        memory_plan: str,
+        plan_seconds: float,
+        local_batch: bool = False,
     ):
         self.strategy = strategy
         self.batch_dims = dict(batch_dims)
+        self.local_batch = local_batch  # every process gives its own part of the batch
         self.cache_dir = cache_dir
         self.fast_compile = fast_compile
+        self.memory_plan = memory_plan
+        self.plan_seconds = plan_seconds
+        self.annotations = annotations
+        self.splits = TensorParallel(splits={}, reasons={})
+        self.experts: frozenset[str] = frozenset()
         self.mesh = make_mesh(strategy, select_devices(num_devices))
         self.state = TrainState(self.mesh)
         self.compiled: list[Compiled] = []
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
+
+    @property
+    def runs_whole_steps(self) -> bool:
+        """Whether forward, backward and update can be one program."""
+        return self.strategy.microbatches == 1
 
     def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], StepGraph]) -> Compiled:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
@@ -65,7 +102,8 @@ class Programs:
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
             self._by_key[key] = self._compile(kind, reason, capture)
-            self.compiled.append(self._by_key[key])
+            self._aspects[kind] = dict(aspects)
+            self.compiled.extend(self._by_key[key].parts)
         return self._by_key[key]
 
     def run(self, compiled: Compiled, feeds: Mapping[tuple[Kind, str], object]) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
@@ -84,10 +122,25 @@ class Programs:
                 fetch[item.kind, item.target] = _fetcher(array, item)
         return fetch
 
+    def run_microbatches(
+        self, compiled: Compiled, feeds: Sequence[Mapping[tuple[Kind, str], object]]
+    ) -> list[dict[tuple[Kind, str], Callable[[], Tensor]]]:
+        """`run` for the feeds of every microbatch, in order."""
+        return [self.run(compiled, each) for each in feeds]
+
     def _argument(self, compiled: Compiled, item: Input, feeds: Mapping[tuple[Kind, str], object]) -> jax.Array:
         if item.target in compiled.constants:
             return compiled.constants[item.target]
         return self.state.get(item) if item.kind in STATE_KINDS else self._feed(item, feeds[item.kind, item.target])
+
+    def stand_in(self, path: str, tensor: Tensor) -> Tensor:
+        """A tensor of the whole batch's shape for one that the loop gives: itself, unless it is this process's part."""
+        dim = self.batch_dims.get(path, 0)
+        if not self.local_batch or process_count() == 1 or dim is None or dim >= tensor.dim():
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] *= process_count()
+        return torch.zeros(shape, dtype=tensor.dtype)
 
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
@@ -110,27 +163,88 @@ class Programs:
         """The optimizer's state of one parameter, on the host."""
         return {target.rpartition("/")[2]: self.fetch(Kind.STATE, target) for target in self.state_targets(name)}
 
-    def _feed(self, item: Input, value: object):
-        return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, self.mesh)
+    def _feed(self, item: Input, value: object, mesh: Mesh | None = None) -> jax.Array:
+        if self.local_batch and isinstance(value, Tensor) and tuple(value.shape) != item.shape:
+            return from_parts(value, item, mesh or self.mesh)
+        return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, mesh or self.mesh)
 
     def _compile(self, kind: str, reason: str, capture: Callable[[], StepGraph]) -> Compiled:
         start = time.perf_counter()
         graph = capture()
         captured = time.perf_counter()
-        graph, _ = run_passes(graph, build_pipeline(graph, self.strategy, batch_dims=self._dims(kind, graph)))
-        passed = time.perf_counter()
-        program = Program.build(graph, self.mesh, name=kind, cache_dir=self.cache_dir, fast_compile=self.fast_compile)
+        graph = self._spread(graph, self._dims(kind, graph))
+        return self._build(kind, reason, graph, self.mesh, captured - start, time.perf_counter() - captured)
+
+    def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> Step:
+        """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
+        if isinstance(graph, HloStep):
+            check_batch(graph, self.strategy, dims)
+            return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations)
+        graph, _ = run_passes(graph, build_pipeline(graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph)))
+        return graph
+
+    def splits_of(self, graph: StepGraph) -> dict[str, Split]:
+        """The splits along `tp`: those that were decided with earlier programs, and those of the parameters that are new here."""
+        if self.strategy.tp > 1 and any(node.meta["phase"] is Phase.FORWARD for node in graph.graph.nodes if node.op == "call_function"):
+            found = find_tensor_parallel(graph, self.strategy.tp, pinned_placements(self.annotations, "tp"))
+            self.splits = TensorParallel(
+                splits=found.splits | self.splits.splits,
+                reasons=found.reasons | self.splits.reasons,
+            )
+        return self.splits.splits
+
+    def experts_of(self, graph: StepGraph) -> frozenset[str]:
+        """The parameters that `ep` splits: those found in earlier programs and in this one."""
+        if self.strategy.ep > 1:
+            self.experts |= find_experts(graph)
+            if self.experts:
+                check_pins(self.annotations, self.experts)
+        return self.experts
+
+    def decisions(self) -> tuple[TensorDecision, ...]:
+        """How every parameter of the last program lies on the mesh, and who decided it."""
+        inputs = (item for compiled in self.compiled for item in compiled.graph.inputs if item.kind is Kind.PARAM)
+        items = {item.target: item for item in inputs if owner_of(item.target) == item.target}
+        return tuple(self._decision(items[name]) for name in items)
+
+    def _decision(self, item: Input) -> TensorDecision:
+        axes = ["+".join(shard.axis for shard in item.shards if shard.dim == dim) or "-" for dim in range(len(item.shape))]
+        reason = self.splits.reasons.get(item.target, "")
+        if item.target in self.experts:
+            reason = "; ".join(filter(None, (reason, "one matrix per expert")))
+        who = ["user" if item.target in self.annotations else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
+        if any(shard.axis == "fsdp" for shard in item.shards):
+            who.append("default" if self.strategy.zero is None else "user")
+            reason = "; ".join(filter(None, (reason, f"ZeRO-{self.strategy.zero_stage}")))
+        return TensorDecision(
+            name=item.target, shape=item.shape, spec=", ".join(axes) or "-", decided_by=", ".join(dict.fromkeys(who)) or "default", reason=reason
+        )
+
+    def _build(
+        self, kind: str, reason: str, graph: StepGraph, mesh: Mesh, capture_seconds: float = 0.0, pass_seconds: float = 0.0
+    ) -> Compiled:
+        """Compile the graph of one device for a mesh."""
+        start = time.perf_counter()
+        program = Program.build(
+            graph,
+            mesh,
+            name=kind,
+            cache_dir=self.cache_dir,
+            fast_compile=self.fast_compile,
+            memory_plan=self.memory_plan,
+            plan_seconds=self.plan_seconds,
+        )
         return Compiled(
             kind=kind,
             reason=reason,
             graph=graph,
             program=program,
             constants={
-                item.target: to_device(graph.constants[item.target], item, self.mesh) for item in graph.inputs if item.target in graph.constants
+                item.target: to_device(graph.constants[item.target], item, mesh) for item in graph.inputs if item.target in graph.constants
             },
-            capture_seconds=captured - start,
-            pass_seconds=passed - captured,
-            compile_seconds=time.perf_counter() - passed,
+            capture_seconds=capture_seconds,
+            pass_seconds=pass_seconds,
+            compile_seconds=time.perf_counter() - start,
         )
 
     def _dims(self, kind: str, graph: StepGraph) -> dict[str, int | None]:
@@ -139,14 +253,13 @@ class Programs:
         dims |= {target: dim for target, dim in self.batch_dims.items() if target in dims}
         if kind == "forward":
             shapes = {item.target: item.shape for item in graph.inputs if item.kind is Kind.BATCH}
-            ranks = self.strategy.dp * self.strategy.fsdp
+            ranks = self.strategy.data_ranks
             dims = {target: None if dim is None or shapes[target][dim] % ranks else dim for target, dim in dims.items()}
         return dims
 
     def _reason(self, kind: str, aspects: dict[str, Hashable]) -> str:
         """What is new against the last program of this kind."""
         before = self._aspects.get(kind)
-        self._aspects[kind] = aspects
         if before is None:
             return f"first {kind}"
         changed = [name for name, value in aspects.items() if before.get(name) != value]

@@ -66,7 +66,8 @@ class Tape:
         self.calls: list[Call] = []
         self.values: list[Tensor] = []  # fake tensors
         self.promises: dict[int, weakref.ref] = {}
-        self.externals: list[Tensor] = []
+        self.externals: list[Tensor] = []  # of the whole batch's shape; stand-ins where the loop gave this process's part
+        self.sources: list[Tensor] = []  # what the loop gave
         self.external_paths: list[str] = []
         self.external_versions: list[int] = []  # version counters when they were recorded
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
@@ -126,12 +127,14 @@ class Tape:
                 "would be lost: compile one module that holds it, or detach() it. If it was computed from the model with a shape that "
                 "depends on values, such as x[mask], keep the shape fixed: ignore_index, torch.where(mask, x, 0), or x * mask"
             )
-        for index, known in enumerate(self.externals):
+        for index, known in enumerate(self.sources):
             if known is leaf:
                 return External(index)
-        self.externals.append(leaf)
+        path = f"{len(self.calls)}.{path}" if self.calls else path
+        self.sources.append(leaf)
+        self.externals.append(self.engine.programs.stand_in(path, leaf) if self.backward_at is None else leaf)
         self.external_versions.append(leaf._version)
-        self.external_paths.append(f"{len(self.calls)}.{path}" if self.calls else path)
+        self.external_paths.append(path)
         return External(len(self.externals) - 1)
 
     def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> Call | None:
@@ -154,12 +157,12 @@ class Tape:
         return not self.calls or self.calls[-1] is template.calls[len(self.calls) - 1]
 
     def external(self, index: int) -> Tensor:
-        """A tensor from outside, which must still be what it was when it was recorded.
+        """A tensor from outside as the loop gave it, which must still be what it was when it was recorded.
 
         Raises:
             LoopError: it was written in place since.
         """
-        tensor = self.externals[index]
+        tensor = self.sources[index]
         if tensor._version != self.external_versions[index]:
             raise LoopError(
                 f"{self.external_paths[index]} was written in place between its use and optimizer.step(), where the compiled step reads it: "

@@ -7,7 +7,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from graphacc._compat.torch_ import group_rank
+from graphacc._compat.torch_ import exchange_with, group_rank
 
 
 @torch.library.custom_op("graphacc::axis_index", mutates_args=())
@@ -46,6 +46,18 @@ def _(x, dim, outer, size, axis):
     return x.new_empty(shape)
 
 
+@torch.library.custom_op("graphacc::permute_ranks", mutates_args=())
+def permute_ranks(x: Tensor, targets: list[int], axis: str) -> Tensor:
+    """The tensor of the rank that sends to this one: rank i of `axis` sends to rank ``targets[i]``, a permutation."""
+    rank = group_rank(axis)
+    return exchange_with(x.contiguous(), targets[rank], targets.index(rank), axis)
+
+
+@permute_ranks.register_fake
+def _(x, targets, axis):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("graphacc::after", mutates_args=())
 def after(x: Tensor, dependency: Tensor) -> Tensor:
     """`x`, but not before `dependency` exists: an ordering edge that keeps equal computations apart in time."""
@@ -55,3 +67,21 @@ def after(x: Tensor, dependency: Tensor) -> Tensor:
 @after.register_fake
 def _(x, dependency):
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphacc::mark_sharding", mutates_args=())
+def mark_sharding(x: Tensor, spec: str) -> Tensor:
+    """`x`, which is to be split as `spec` says, and its gradient alike: the mesh axes of its dims, "tp,," (empty: whole)."""
+    return x.clone()
+
+
+@mark_sharding.register_fake
+def _(x, spec):
+    return torch.empty_like(x)
+
+
+def _save_spec(ctx, inputs, output):
+    ctx.spec = inputs[1]
+
+
+mark_sharding.register_autograd(lambda ctx, grad: (torch.ops.graphacc.mark_sharding(grad, ctx.spec), None), setup_context=_save_spec)

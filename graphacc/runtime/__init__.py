@@ -2,15 +2,19 @@
 
 from graphacc.runtime.devices import available_devices, default_platform, make_mesh, select_devices
 from graphacc.runtime.exchange import to_device, to_torch
-from graphacc.runtime.program import Cost, Memory, Program, default_options
+from graphacc.runtime.program import DEFAULT_PLAN_SECONDS, Cost, Memory, Program, check_memory_plan, default_options
+from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.state import TrainState
 
 __all__ = [
     "Cost",
+    "DEFAULT_PLAN_SECONDS",
     "Memory",
+    "MemoryPlan",
     "Program",
     "TrainState",
     "available_devices",
+    "check_memory_plan",
     "default_options",
     "default_platform",
     "make_mesh",

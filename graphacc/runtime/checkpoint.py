@@ -17,7 +17,8 @@ import json
 import os
 import pathlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -31,6 +32,8 @@ from graphacc.runtime import checkpoint_files as files
 from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
 from graphacc.runtime.exchange import numpy_view, place, torch_view
 from graphacc.runtime.layout import Item, bounds, extent, pieces, sharding, stored_shape
+
+T = TypeVar("T")
 
 Saved = torch.Tensor | tuple[jax.Array, Item]
 """A tensor on the host (the same in every process), or an array on the devices with its layout."""
@@ -48,26 +51,20 @@ def save(
         aliases: the other names of tied tensors -> the name in `tensors`; loading knows both.
 
     Raises:
-        CheckpointError: the directory holds something else, or the metadata is no JSON. Nothing is written then.
+        CheckpointError: the directory holds something else, or the metadata is no JSON: nothing is written then. Or another process
+            failed; the message is its error.
         OSError: the disk is full or gone; the checkpoint that was there before is untouched.
     """
     directory = pathlib.Path(directory)
-    metadata = _plain(metadata)
-    blocks = [block for name, value in tensors.items() for block in _blocks(name, value)]
-    _prepare(directory)
+    metadata, blocks = _together(lambda: _checked(directory, tensors, metadata))
     token = _shared_token()
     path = directory / f"data-{token}-{jax.process_index():05d}.safetensors"
     try:
-        pieces = _gather(directory, token, list(files.write_blocks(path, blocks)))
-        if jax.process_index() == 0:
-            manifest = _manifest(directory, tensors, pieces, metadata, dict(aliases or {}))
-            files.commit(directory, manifest)
+        written = _together(lambda: _write(directory, token, path, blocks))
+        _together(lambda: _commit(directory, token, tensors, written, metadata, dict(aliases or {})))
     except BaseException:
         _discard(directory, path)
         raise
-    if jax.process_index() == 0:
-        files.remove_files(path for path in _own_files(directory) if path.name not in manifest.files)
-    _barrier(f"graphacc-saved-{token}")
 
 
 def load(
@@ -111,6 +108,60 @@ def read_index(directory: str | os.PathLike) -> dict[str, tuple[tuple[int, ...],
 
 
 # ---- saving
+
+_MESSAGE_BYTES = 1000
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Do a part of the work; where it fails in one process, it raises in all, so that none waits for one that will not come.
+
+    Processes leave this function only when all have done their part.
+    """
+    if jax.process_count() == 1:
+        return action()
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
+    messages = multihost_utils.process_allgather(np.frombuffer(text.ljust(_MESSAGE_BYTES, b"\0"), np.uint8))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message.any():
+            raise CheckpointError(f"process {rank} could not save its part: {message.tobytes().rstrip(bytes(1)).decode(errors='replace')}")
+    return result
+
+
+def _checked(directory: pathlib.Path, tensors: Mapping[str, Saved], metadata: Mapping) -> tuple[dict, list[Block]]:
+    """What this process writes, and the metadata; the directory is there."""
+    plain = _plain(metadata)
+    blocks = [block for name, value in tensors.items() for block in _blocks(name, value)]
+    _prepare(directory)
+    return plain, blocks
+
+
+def _write(directory: pathlib.Path, token: str, path: pathlib.Path, blocks: list[Block]) -> list[tuple[str, Piece]]:
+    """Write this process's data; in a run of several also the list of its pieces, for process 0."""
+    written = list(files.write_blocks(path, blocks))
+    if jax.process_count() > 1:
+        with open(directory / f"pieces-{token}-{jax.process_index():05d}.json", "w", encoding="utf-8") as file:
+            json.dump([(name, dataclasses.asdict(piece)) for name, piece in written], file)
+            files.flush(file)
+    return written
+
+
+def _commit(
+    directory: pathlib.Path, token: str, tensors: Mapping[str, Saved], written: list[tuple[str, Piece]], metadata: dict, aliases: dict
+) -> None:
+    """Process 0 makes what all have written the checkpoint."""
+    if jax.process_index() != 0:
+        return
+    pieces = written if jax.process_count() == 1 else _gathered(directory, token)
+    manifest = _manifest(directory, tensors, pieces, metadata, aliases)
+    files.commit(directory, manifest)
+    files.remove_files(path for path in _own_files(directory) if path.name not in manifest.files)
 
 
 def _plain(metadata: Mapping) -> dict:
@@ -172,17 +223,8 @@ def _saved_dtype(name: str, dtype: torch.dtype) -> np.dtype:
     return found
 
 
-def _gather(directory: pathlib.Path, token: str, written: list[tuple[str, Piece]]) -> list[tuple[str, Piece]]:
-    """The pieces that all processes wrote; complete in process 0 alone."""
-    if jax.process_count() == 1:
-        return written
-    path = directory / f"pieces-{token}-{jax.process_index():05d}.json"
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump([(name, dataclasses.asdict(piece)) for name, piece in written], file)
-        files.flush(file)
-    _barrier(f"graphacc-written-{token}")
-    if jax.process_index() != 0:
-        return written
+def _gathered(directory: pathlib.Path, token: str) -> list[tuple[str, Piece]]:
+    """The pieces that all processes wrote."""
     found = []
     for part in sorted(directory.glob(f"pieces-{token}-*.json")):
         for name, fields in json.loads(part.read_text(encoding="utf-8")):
@@ -212,11 +254,6 @@ def _shared_token() -> str:
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return f"{number:08x}"
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 # ---- loading

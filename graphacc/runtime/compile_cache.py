@@ -1,5 +1,8 @@
 """A directory of compiled programs that later processes load instead of compiling again.
 
+A program whose memory is planned after it was compiled is kept with its plan (`PlannedStore`), so that it is neither compiled
+nor planned again.
+
 JAX makes the keys (program, options, versions, devices) and serialises the executables; this module stores the bytes.
 JAX's own store writes files in place and never replaces one, so that an interrupted write would stay behind as a broken
 entry. Here an entry appears by a rename, carries a checksum, and a damaged one is dropped and compiled again. Nothing that goes
@@ -65,6 +68,46 @@ class CompileCache:
 
     def _entry(self, key: str) -> pathlib.Path:
         return self._path / f"{hashlib.sha256(f'{key} {_host()}'.encode()).hexdigest()}.xla"
+
+
+class PlannedStore:
+    """The store of one compilation whose result is planned before it is kept.
+
+    JAX reads planned programs from it. What JAX writes stays in `entry` until `keep` has the planned one.
+    """
+
+    def __init__(self, cache: CompileCache | None, variant: str):
+        """
+        Args:
+            cache: where planned programs are kept; None keeps none.
+            variant: everything that the plan depends on besides the program and XLA's options, on one line.
+        """
+        self._cache = cache
+        self._variant = variant
+        self._path = "memory" if cache is None else cache._path  # JAX's log messages read this name
+        self._key: str | None = None
+        self.entry: bytes | None = None  # what JAX wrote
+        self.note: str | None = None  # one line, kept with the program that was found; None: it was compiled
+
+    def get(self, key: str) -> bytes | None:
+        content = None if self._cache is None else self._cache.get(self._full(key))
+        if content is None:
+            return None
+        note, _, entry = content.partition(b"\n")
+        self.note = note.decode()
+        return entry
+
+    def put(self, key: str, value: bytes) -> None:
+        """Called when the program had to be compiled, also where an entry was found but could not be loaded."""
+        self._key, self.entry, self.note = key, value, None
+
+    def keep(self, entry: bytes, note: str) -> None:
+        """Keep the planned program, in JAX's format, for the next compilation."""
+        if self._cache is not None and self._key is not None:
+            self._cache.put(self._full(self._key), note.encode() + b"\n" + entry)
+
+    def _full(self, key: str) -> str:
+        return f"{key} {self._variant}"
 
 
 def _pack(value: bytes) -> bytes:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from graphacc._compat.jax_ import accelerator_present, backend_started
 from graphacc.errors import StrategyError
+from graphacc.runtime.distributed import process_count
 from graphacc.strategy.spec import Strategy
 
 
@@ -29,7 +30,7 @@ def available_devices() -> int:
 
 
 def select_devices(num_devices: int | None = None, platform: str | None = None) -> list[jax.Device]:
-    """The first `num_devices` devices.
+    """The first `num_devices` devices; in a run of several processes, as many of each process, in the processes' order.
 
     On CPU the devices are virtual: if JAX has not started yet, it is set up to make as many as are asked for.
 
@@ -42,15 +43,19 @@ def select_devices(num_devices: int | None = None, platform: str | None = None) 
     """
     if num_devices is not None and num_devices < 1:
         raise StrategyError(f"devices={num_devices} must be at least 1")
-    started = backend_started()
-    if num_devices is not None and not started and not jax.distributed.is_initialized():
-        jax.config.update("jax_num_cpu_devices", max(num_devices, _configured_cpu_devices()))
+    started, processes = backend_started(), process_count()
+    if num_devices is not None and num_devices % processes:
+        raise StrategyError(f"devices={num_devices} cannot be shared by {processes} processes: choose a multiple of {processes}")
+    if num_devices is not None and not started:
+        jax.config.update("jax_num_cpu_devices", max(num_devices // processes, _configured_cpu_devices()))
     devices = jax.devices(platform)
     if num_devices is None:
         return devices
-    if len(devices) < num_devices:
+    shares = [[device for device in devices if device.process_index == rank][: num_devices // processes] for rank in range(processes)]
+    chosen = [device for share in shares for device in share]
+    if len(chosen) < num_devices:
         raise StrategyError(_too_few(num_devices, devices, started))
-    return devices[:num_devices]
+    return chosen
 
 
 def _configured_cpu_devices() -> int:
@@ -64,8 +69,8 @@ def _too_few(wanted: int, devices: Sequence[jax.Device], started: bool) -> str:
     message = f"{wanted} devices are wanted, JAX has {len(devices)} on {platform}"
     if platform != "cpu":
         return f"{message}: set devices={len(devices)} or less, or run on CPU with JAX_PLATFORMS=cpu"
-    if not started:
-        return f"{message}: in a run of several processes, start each with jax_num_cpu_devices set to its share"
+    if process_count() > 1:
+        return f"{message} in {process_count()} processes: each process must have the same share of them"
     return (
         f"{message}. Virtual CPU devices can only be made before JAX is first used in the process, and it has been used: call "
         "graphacc.compile before the first use of jax, or start with "
@@ -84,6 +89,15 @@ def make_mesh(strategy: Strategy, devices: Sequence[jax.Device]) -> Mesh:
         raise StrategyError(_misfit(strategy, len(devices)))
     axes = strategy.mesh or {"dp": 1}
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def stage_meshes(strategy: Strategy, devices: Sequence[jax.Device]) -> list[Mesh]:
+    """One mesh per pipeline stage, over consecutive devices; raises as `make_mesh`."""
+    if strategy.num_devices != len(devices):
+        raise StrategyError(_misfit(strategy, len(devices)))
+    within = strategy.within_stage
+    size = within.num_devices
+    return [make_mesh(within, devices[stage * size : (stage + 1) * size]) for stage in range(strategy.pp)]
 
 
 def _misfit(strategy: Strategy, num_devices: int) -> str:

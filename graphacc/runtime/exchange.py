@@ -6,15 +6,18 @@ the user writes into the tensor, also while a step runs. So `to_device` returns 
 caller promises that nobody writes. Padding is added on the host; nothing is compiled for a new shape.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from graphacc._compat.jax_ import x64
 from graphacc.errors import GraphError
@@ -50,6 +53,42 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
         )
     host = _stored(numpy_view(tensor), item)
     return place(host.shape, host.dtype, sharding(item, mesh), host.__getitem__, copy=copy)
+
+
+def from_parts(part: torch.Tensor, item: Item, mesh: Mesh) -> jax.Array:
+    """The array of `item` from one part per process, equal in shape: they lie behind one another, in the processes' order.
+
+    Args:
+        part: this process's; one dim, `item.shape[dim]` divided by the number of processes, tells which dim it is a part of.
+
+    Raises:
+        GraphError: the part does not fit the item.
+    """
+    count = jax.process_count()
+    dims = [dim for dim, size in enumerate(part.shape) if (*part.shape[:dim], size * count, *part.shape[dim + 1 :]) == item.shape]
+    if not dims or part.dtype != item.dtype:
+        raise GraphError(
+            f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, of which "
+            f"{part.dtype}{list(part.shape)} is no part of {count} processes"
+        )
+    by_process = Mesh(mesh.devices.reshape(count, -1), ("process", "device"))
+    whole = NamedSharding(by_process, PartitionSpec(*(None,) * dims[0], "process"))
+    copied = np.array(numpy_view(part))  # the loop may write into the part while the step runs
+    with x64():
+        array = jax.make_array_from_process_local_data(whole, copied, item.shape)
+        return _stored_on_devices(dataclasses.replace(item, name="", target=""), sharding(item, mesh))(array)
+
+
+@functools.lru_cache(maxsize=256)
+def _stored_on_devices(item: Item, layout: NamedSharding):
+    """From a tensor's array, in any sharding, to the array of an item: `_stored`, on the devices."""
+
+    def stored(array: jax.Array) -> jax.Array:
+        for dim, order in orders(item).items():
+            array = jnp.take(array, np.where(order < 0, item.shape[dim], order), axis=dim, mode="fill", fill_value=0)
+        return jnp.pad(array, [(0, big - small) for big, small in zip(stored_shape(item), array.shape)])
+
+    return jax.jit(stored, out_shardings=layout)
 
 
 def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block: Callable, *, copy: bool) -> jax.Array:

@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,20 +13,31 @@ import jax
 from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import persistent_cache, x64
+from graphacc.errors import GraphAccError
 from graphacc.graph import Input, Output, StepGraph
+from graphacc.hlo import HloStep
 from graphacc.lowering import lower
 from graphacc.runtime.compile_cache import CompileCache, default_directory
+from graphacc.runtime.hlo_program import spmd_function
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding, stored_shape
+from graphacc.runtime.replan.compiling import CPU_SCHEDULES, SCHEDULE_PREFIX, SCHEDULER_OPTION, compile_and_replan
+from graphacc.runtime.replan.figures import MemoryPlan
 
-MANUAL_AXES = ("dp", "fsdp")
+log = logging.getLogger("graphacc")
+
+MANUAL_AXES = ("dp", "fsdp", "tp", "cp", "ep")
 """Mesh axes along which a StepGraph is the program of one device, with collectives of its own."""
+
+MEMORY_PLANNERS = ("roam", "xla")
+"""Who lays out a program's temporaries: XLA, and then the planner of `graphacc.passes.memory`; or XLA alone."""
+DEFAULT_PLAN_SECONDS = 3.0
 
 CompilerOptions = Mapping[str, str | bool | int | float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, as XLA assigned them."""
+    """Bytes on one device, of the executable that runs."""
 
     argument_bytes: int  # inputs, with their padding
     output_bytes: int  # outputs, those that overwrite an input included
@@ -53,7 +67,7 @@ class Program:
 
     def __init__(
         self,
-        step: StepGraph,
+        step: StepGraph | HloStep,
         mesh: Mesh,
         compiled: jax.stages.Compiled,
         *,
@@ -61,26 +75,30 @@ class Program:
         lower_seconds: float,
         compile_seconds: float,
         from_cache: bool,
+        plan: MemoryPlan | None = None,
     ):
         self.name = name
         self.mesh = mesh
         self.inputs: tuple[Input, ...] = step.inputs
         self.outputs: tuple[Output, ...] = step.outputs
         self.lower_seconds = lower_seconds  # from the graph to StableHLO
-        self.compile_seconds = compile_seconds  # XLA, or the cache
+        self.compile_seconds = compile_seconds  # XLA and the memory plan, or the cache
         self.from_cache = from_cache
+        self.plan = plan  # of the temporaries; None where XLA's was asked for
         self._compiled = compiled
 
     @classmethod
     def build(
         cls,
-        step: StepGraph,
+        step: StepGraph | HloStep,
         mesh: Mesh,
         *,
         compiler_options: CompilerOptions | None = None,
         fast_compile: bool = False,
         cache_dir: str | os.PathLike | None = "default",
         name: str = "step",
+        memory_plan: str = "roam",
+        plan_seconds: float = DEFAULT_PLAN_SECONDS,
     ) -> "Program":
         """Lower and compile a graph.
 
@@ -91,17 +109,35 @@ class Program:
             fast_compile: compile in about 60 % of the time; steps take up to 1.8 times as long.
             cache_dir: directory of the persistent compile cache; "default" is the user's cache directory, None uses none.
             name: of the program, in profiles and dumps.
+            memory_plan: "roam" plans the temporaries again after XLA, on CPU: order of operations and addresses, with the same
+                bits as results; where that is not certain to be right, or not worth it, XLA's plan stays. "xla" leaves it.
+            plan_seconds: budget for planning, and for compiling with XLA's other scheduler where the budget covers that.
 
         Raises:
+            GraphAccError: `memory_plan` or `plan_seconds` is no such choice.
             LoweringError: an operator has no lowering, or lowers to another shape or dtype than the graph says.
         """
+        check_memory_plan(memory_plan, plan_seconds)
         options = default_options(mesh, fast_compile=fast_compile) | dict(compiler_options or {})
         cache = _cache(cache_dir)
         start = time.perf_counter()
-        with x64(), contextlib.nullcontext() if cache is None else persistent_cache(cache):
+        with x64():
             lowered = _jit(step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
             middle = time.perf_counter()
-            compiled = lowered.compile(compiler_options=options)
+            if memory_plan == "roam" and _can_plan(mesh):
+                found = compile_and_replan(
+                    lowered,
+                    compiler_options=options,
+                    schedules=_schedules(compiler_options or {}),
+                    cache=cache,
+                    seconds=float(plan_seconds),
+                )
+                compiled, plan, from_cache = found.compiled, found.plan, found.plan.from_cache
+                log.info("graphacc: %s: %s", name, plan.summary())
+            else:
+                with contextlib.nullcontext() if cache is None else persistent_cache(cache):
+                    compiled = lowered.compile(compiler_options=options)
+                plan, from_cache = None, cache is not None and cache.hit
         return cls(
             step,
             mesh,
@@ -109,7 +145,8 @@ class Program:
             name=name,
             lower_seconds=middle - start,
             compile_seconds=time.perf_counter() - middle,
-            from_cache=cache is not None and cache.hit,
+            from_cache=from_cache,
+            plan=plan,
         )
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -167,14 +204,43 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False) -> dict[str, str 
     return options
 
 
+def check_memory_plan(memory_plan: str, plan_seconds: float) -> None:
+    """Raise GraphAccError where a program cannot be built with these choices."""
+    if memory_plan not in MEMORY_PLANNERS:
+        raise GraphAccError(f"memory_plan={memory_plan!r} is unknown: choose one of {', '.join(map(repr, MEMORY_PLANNERS))}")
+    if isinstance(plan_seconds, bool) or not isinstance(plan_seconds, (int, float)) or not 0 <= plan_seconds < math.inf:
+        raise GraphAccError(f'plan_seconds={plan_seconds!r} must be a number, at least 0; memory_plan="xla" plans nothing')
+
+
+def _can_plan(mesh: Mesh) -> bool:
+    """Whether programs on this mesh can be planned; if not, XLA's plan is kept, and the reason is logged once."""
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu":
+        _log_once(f"planning of executables for {platform} is not supported")
+    elif mesh.is_multi_process:
+        _log_once("with several processes each would plan for itself, and their collectives could come in different orders")
+    return platform == "cpu" and not mesh.is_multi_process
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    log.info("graphacc: XLA's memory plan is kept: %s", reason)
+
+
+def _schedules(compiler_options: CompilerOptions) -> tuple[str, ...]:
+    """XLA:CPU's schedules to try: the one that is asked for, or all."""
+    asked = compiler_options.get(SCHEDULER_OPTION)
+    return CPU_SCHEDULES if asked is None else (str(asked).removeprefix(SCHEDULE_PREFIX),)
+
+
 def _cache(cache_dir: str | os.PathLike | None) -> CompileCache | None:
     if cache_dir is None:
         return None
     return CompileCache(default_directory() if cache_dir == "default" else cache_dir)
 
 
-def _jit(step: StepGraph, mesh: Mesh, name: str):
-    function = _local(lower(step), step, mesh)
+def _jit(step: StepGraph | HloStep, mesh: Mesh, name: str):
+    function = spmd_function(step, mesh) if isinstance(step, HloStep) else _local(lower(step), step, mesh)
     function.__name__ = name
     return jax.jit(
         function,

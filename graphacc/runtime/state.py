@@ -1,5 +1,10 @@
-"""The values that stay on the devices between programs: parameters, buffers, optimizer state, gradients."""
+"""The values that stay on the devices between programs: parameters, buffers, optimizer state, gradients.
 
+In a pipeline every stage has a mesh of its own, and a value lives on the mesh of one stage. Another stage that reads it gets a
+copy, which is kept until the value is replaced.
+"""
+
+import collections
 import dataclasses
 import functools
 import math
@@ -21,24 +26,46 @@ class TrainState:
     """Arrays by kind and target, each with the item that describes its layout."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+        self.mesh = mesh  # where values live for which no other mesh is named
         self._values: dict[Key, tuple[jax.Array, Item]] = {}
+        self._meshes: dict[Key, Mesh] = {}
+        self._copies: dict[Key, dict[Mesh, tuple[jax.Array, Item]]] = {}
 
-    def set(self, item: Item, array: jax.Array) -> None:
-        """Keep an array as the value of the item's kind and target."""
+    def set(self, item: Item, array: jax.Array, mesh: Mesh | None = None) -> None:
+        """Keep an array, which lies on `mesh`, as the value of the item's kind and target."""
         expected = (stored_shape(item), dtype_of(item))
         assert (array.shape, array.dtype) == expected, (
             f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
         )
-        self._values[item.kind, item.target] = (array, item)
+        key = item.kind, item.target
+        self._values[key] = (array, item)
+        self._meshes[key] = mesh or self.mesh
+        self._copies.pop(key, None)
 
-    def get(self, item: Item) -> jax.Array:
-        """The value in the item's layout; where it was kept in another one, it is moved, and kept in the new one."""
-        array, kept = self.find(item.kind, item.target)
+    def get(self, item: Item, mesh: Mesh | None = None) -> jax.Array:
+        """The value in the item's layout; where it was kept in another one, it is moved, and kept in the new one.
+
+        Args:
+            mesh: where it is read, if that is not where all values live.
+        """
+        key, mesh = (item.kind, item.target), mesh or self.mesh
+        array, kept = self.find(*key)
+        if self._meshes[key] != mesh:
+            return self._copy(item, mesh)
         if kept.shards != item.shards:
-            array = relayout(array, kept, item, self.mesh)
-            self.set(item, array)
+            array = relayout(array, kept, item, mesh)
+            self.set(item, array, mesh)
         return array
+
+    def _copy(self, item: Item, mesh: Mesh) -> jax.Array:
+        key = item.kind, item.target
+        copies = self._copies.setdefault(key, {})
+        if mesh not in copies or copies[mesh][1].shards != item.shards:
+            array, kept = self._values[key]
+            if kept.shards != item.shards:
+                array = relayout(array, kept, item, self._meshes[key])
+            copies[mesh] = jax.device_put(array, sharding(item, mesh)), item
+        return copies[mesh][0]
 
     def find(self, kind: Kind, target: str) -> tuple[jax.Array, Item]:
         """A value and its layout as it is kept."""
@@ -50,15 +77,20 @@ class TrainState:
 
     def discard(self, kind: Kind, target: str) -> None:
         """Forget a value, if there is one; its memory is free when nothing else refers to it."""
-        self._values.pop((kind, target), None)
+        for held in (self._values, self._meshes, self._copies):
+            held.pop((kind, target), None)
 
     def keys(self) -> Iterator[Key]:
         return iter(list(self._values))
 
     def bytes_per_device(self, *kinds: Kind) -> int:
-        """Bytes on one device, padding included; of all kinds if none is named."""
-        items = (item for (kind, _), (_, item) in self._values.items() if not kinds or kind in kinds)
-        return sum(math.prod(local_shape(item.shape, item.shards)) * dtype_of(item).itemsize for item in items)
+        """Bytes on one device, padding included, of the mesh that holds most; of all kinds if none is named."""
+        totals: dict[Mesh, int] = collections.defaultdict(int)
+        for key, (_, item) in self._values.items():
+            size = math.prod(local_shape(item.shape, item.shards)) * dtype_of(item).itemsize
+            for mesh in (self._meshes[key], *self._copies.get(key, {})):
+                totals[mesh] += size if not kinds or key[0] in kinds else 0
+        return max(totals.values(), default=0)
 
 
 def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:

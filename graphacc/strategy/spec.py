@@ -3,11 +3,16 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 
 from graphacc.errors import StrategyError
+from graphacc.strategy.schedules import SCHEDULES
 
 AXES = ("pp", "dp", "fsdp", "tp", "cp", "ep")
 """Mesh axes, outermost first. `tp` carries sequence parallelism too."""
+
+CONTEXTS = ("ulysses", "ring")
+"""How attention crosses the `cp` axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,16 +23,38 @@ class Strategy:
     fsdp: int = 1  # ranks that split the batch and the state that `zero` names
     zero: int | None = None  # ZeRO stage on `fsdp`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3
     tp: int = 1  # tensor parallelism
+    sequence_parallel: bool = False  # along tp: activations between blocks are split along the sequence
     pp: int = 1  # pipeline stages
-    cp: int = 1  # context parallelism
-    ep: int = 1  # expert parallelism
+    cp: int = 1  # context parallelism: the sequence is split, through attention too
+    context: str = "ulysses"  # how attention crosses cp: "ulysses" (all-to-all of heads) or "ring"
+    ep: int = 1  # expert parallelism: ranks that split the batch and the experts
+    capacity_factor: float | None = None  # rows that a rank may send to another over ep, as a multiple of their mean; None: no row is dropped
     microbatches: int = 1  # the batch is cut in so many, whose gradients are accumulated before one update
+    schedule: str = "1f1b"  # of the pipeline: "gpipe", "1f1b", "interleaved" or "zb-h1"
+    chunks: int = 1  # consecutive parts of the model per pipeline stage; more than one for "interleaved"
+    stages: tuple[tuple[str, int], ...] = ()  # pins: pattern of module paths -> chunk of the model, from 0 to pp * chunks - 1; or a dict
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
 
     def __post_init__(self):
         for axis in AXES:
             _check_count(axis, getattr(self, axis))
         _check_count("microbatches", self.microbatches)
+        _check_count("chunks", self.chunks)
+        object.__setattr__(self, "stages", _pins(self.stages))
+        if self.context not in CONTEXTS:
+            raise StrategyError(f"context={self.context!r} is unknown: choose one of {', '.join(CONTEXTS)}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise StrategyError(f"sequence_parallel={self.sequence_parallel!r} must be True or False")
+        if self.context == "ring" and self.cp > 1 and self.sequence_parallel:
+            raise StrategyError("context='ring' needs contiguous blocks of the sequence, which sequence_parallel interleaves: use context='ulysses', or leave sequence_parallel out")
+        if self.sequence_parallel and self.tp == 1:
+            raise StrategyError("sequence_parallel splits activations over the tp axis, which has size 1: set tp, or leave it False")
+        if self.schedule not in SCHEDULES:
+            raise StrategyError(f"schedule={self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
+        if self.pp == 1 and (self.chunks, self.stages, self.schedule) != (1, (), "1f1b"):
+            raise StrategyError("schedule, chunks and stages are for a pipeline, which pp=1 does not make: set pp to the number of stages")
+        if self.capacity_factor is not None:
+            _check_capacity(self.capacity_factor, self.ep)
         if self.zero not in (None, 1, 2, 3):
             raise StrategyError(f"zero={self.zero!r} is no ZeRO stage: set zero to 1, 2 or 3")
         if self.precision not in ("fp32", "bf16"):
@@ -41,6 +68,16 @@ class Strategy:
         if self.fsdp == 1:
             return 0
         return 3 if self.zero is None else self.zero
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that split the batch."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def within_stage(self) -> "Strategy":
+        """The same strategy for the devices of one pipeline stage."""
+        return self.replace(pp=1, schedule="1f1b", chunks=1, stages=())
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -63,14 +100,14 @@ class Strategy:
             StrategyError: an unknown field (the known ones are listed) or a value that is no number.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
-        values: dict[str, int | str] = {}
+        values: dict[str, object] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = part.partition("=")
             if not equals or name not in known:
                 raise StrategyError(f"strategy {text!r}: {part!r} sets no known field; write name=value with a name out of {', '.join(known)}")
             if name in values:
                 raise StrategyError(f"strategy {text!r}: {name} is set twice; keep one")
-            values[name] = value if name == "precision" else _parse_int(text, part, value)
+            values[name] = _parse_value(name, text, part, value)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -82,13 +119,53 @@ class Strategy:
 
     def __str__(self) -> str:
         """The shortest text that `parse` reads back."""
-        changed = [f"{f.name}={value}" for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
+        changed = [f"{f.name}={_text(value)}" for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
         return ",".join(changed)
 
 
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise StrategyError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _check_capacity(value: object, ep: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise StrategyError(f"capacity_factor={value!r} must be a number above 0, or None to drop no row")
+    if ep == 1:
+        raise StrategyError("capacity_factor bounds what ranks exchange over the ep axis, which has size 1: set ep, or leave it unset")
+
+
+def _pins(value: object) -> tuple[tuple[str, int], ...]:
+    """Pins as a tuple of pairs, from a dict or any sequence of pairs."""
+    pairs = tuple(tuple(pair) for pair in (value.items() if isinstance(value, Mapping) else value))
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str) or isinstance(pair[1], bool) or not isinstance(pair[1], int):
+            raise StrategyError(f"stages: {pair!r} is no pin; give a pattern of module paths and the number of a chunk, as ('encoder.*', 0)")
+    return pairs
+
+
+def _text(value: object) -> str:
+    return ";".join(f"{pattern}:{chunk}" for pattern, chunk in value) if isinstance(value, tuple) else str(value)
+
+
+def _parse_value(name: str, text: str, part: str, value: str) -> object:
+    if name == "capacity_factor":
+        return _parse_float(text, part, value)
+    if name in ("precision", "schedule", "context"):
+        return value
+    if name == "sequence_parallel" and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if name != "stages":
+        return _parse_int(text, part, value)
+    pairs = (pin.rpartition(":") for pin in value.split(";"))
+    return tuple((pattern, _parse_int(text, part, chunk)) for pattern, _, chunk in pairs)
+
+
+def _parse_float(text: str, part: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise StrategyError(f"strategy {text!r}: {part!r} needs a number") from None
 
 
 def _parse_int(text: str, part: str, value: str) -> int:

@@ -5,6 +5,7 @@ a partial sum, and replication. The cheapest in bytes received wins; ties go to 
 the results spread.
 """
 
+import dataclasses
 import math
 
 import torch
@@ -12,18 +13,20 @@ import torch
 from graphacc.graph import Phase
 from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, divides, size_bytes
-from graphacc.passes.partition.rules import Call, Dims, Label, Operand, Plan, is_replicated, replicate
+from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
 
-def choose(call: Call, dims: Dims) -> Plan:
-    """The cheapest way to carry out `call`."""
+def choose(call: Call, dims: Dims, *, counts_sums: bool = False) -> Plan:
+    """The cheapest way to carry out `call`; with `counts_sums`, what it costs to sum up partial results counts too."""
     if is_replicated(call):
         return replicate(call, "")
     plans = [*_split_plans(call, dims), *_linear_plans(call, dims)]
     if not plans or (dims.matmul and call.phase is Phase.UPDATE):
         return replicate(call, "its split dim cannot stay split here")
     plans.append(replicate(call, "cheaper than the alternatives"))
-    return min(plans, key=lambda plan: _cost(call, plan))
+    if counts_sums and dims.matmul:  # products of activations keep what they make split, whatever the sizes (Megatron-LM)
+        return min(plans, key=lambda plan: (_cost(call, plan) == math.inf, _sum_cost(call, plan) > 0, _cost(call, plan)))
+    return min(plans, key=lambda plan: _cost(call, plan) + (_sum_cost(call, plan) if counts_sums else 0))
 
 
 def plan_for_result(call: Call, dims: Dims, split: Split) -> Plan | None:
@@ -37,18 +40,21 @@ def _split_plans(call: Call, dims: Dims) -> list[Plan]:
     for operand in call.operands:
         split = operand.placement
         if isinstance(split, Split) and (label := dims.labels(operand)[split.dim]) is not None:
-            key = (label, split.outer, split.padding)
+            key = (label, split.outer, split.padding, split.order)
             if key not in found:
                 found[key] = _split_plan(call, dims, label, split)
+    found |= {label: _split_plan(call, dims, label, Split(0)) for label in dims.offers}
     return [plan for plan in found.values() if plan is not None]
 
 
 def _split_plan(call: Call, dims: Dims, label: Label, like: Split) -> Plan | None:
     """Every operand and result with `label` is split along it as `like`; None if that cannot be."""
-    if like.padding and not dims.pads:
-        return None
     reduces = not all(value is None or label in labels for value, labels in zip(call.results, dims.results))
     if reduces and label not in dims.reduce:
+        return None
+    if like.padding and not dims.pads and (reduces if like.order is not None else label not in dims.padded | dims.looks_up):
+        return None
+    if like.order is not None and label in dims.emit:  # what is emitted may count on the places of elements
         return None
     required = [_place(operand.name, dims.labels(operand), label, like, dims, reduces) for operand in call.operands]
     results = tuple(_place_result(labels, label, like, dims) for labels in dims.results)
@@ -59,18 +65,42 @@ def _split_plan(call: Call, dims: Dims, label: Label, like: Split) -> Plan | Non
         if shape and isinstance(placement, Split) and not divides(shape, placement, call.num_ranks):
             return None
     sets = {} if dims.size is None else {dims.size: call.local(call.results[0].shape, results[0])}
-    return Plan(tuple(required), results, sets, dims.emit.get(label))
+    emit = dims.emit.get(label)
+    if reduces and like.padding and label not in dims.looks_up:
+        if dims.reduce[label] is None:
+            return None
+        emit = _without_padding(call, dims, label, emit)
+    return Plan(tuple(required), results, sets, emit, restore=dims.offers.get(label, ()))
+
+
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+
+
+def _without_padding(call: Call, dims: Dims, label: Label, emit: Emit | None) -> Emit:
+    """The local call on operands whose padding along `label` is set to what does not count in the reduction."""
+    names = [argument.name for argument in call.node.target._schema.arguments]
+    along = {operand.name: list(dims.labels(operand)).index(label) for operand in call.operands if label in dims.labels(operand)}
+    sizes = {operand.name: operand.shape[along[operand.name]] for operand in call.operands if operand.name in along}
+
+    def run(build, args, kwargs):
+        args = [
+            build.mask_padding(x, along[name], sizes[name], _NEUTRAL[dims.reduce[label]]) if name in along else x
+            for name, x in zip(names, args)
+        ]
+        return build.call(call.node.target, *args, **kwargs) if emit is None else emit(build, args, kwargs)
+
+    return run
 
 
 def _place(name: str, labels, label: Label, like: Split, dims: Dims, reduces: bool) -> Placement:
     if label in labels:
-        return Split(list(labels).index(label), like.outer, like.padding)
+        return dataclasses.replace(like, dim=list(labels).index(label))
     return Partial(dims.reduce[label]) if reduces and name in dims.once else REPLICATED
 
 
 def _place_result(labels, label: Label, like: Split, dims: Dims) -> Placement:
     if label in labels:
-        return Split(list(labels).index(label), like.outer, like.padding)
+        return dataclasses.replace(like, dim=list(labels).index(label))
     op = dims.reduce[label]
     return REPLICATED if op is None else Partial(op)
 
@@ -120,11 +150,23 @@ def _passes(call: Call, operand: Operand, result: torch.Tensor | None) -> bool:
     )
 
 
-def _cost(call: Call, plan: Plan) -> int:
-    return sum(redistribution_bytes(operand, to) for operand, to in zip(call.operands, plan.operands))
+def _cost(call: Call, plan: Plan) -> float:
+    return sum(_move_cost(operand, to, call.num_ranks) for operand, to in zip(call.operands, plan.operands))
 
 
-def redistribution_bytes(operand: Operand, to: Placement | None) -> int:
+def _sum_cost(call: Call, plan: Plan) -> int:
+    results = plan.results if isinstance(plan.results, tuple) else (plan.results,) * len(call.results)
+    values = [value for value, placement in zip(call.results, results) if isinstance(placement, Partial) and value is not None]
+    return sum(2 * size_bytes(tuple(value.shape), value.dtype) for value in values)
+
+
+def _move_cost(operand: Operand, to: Placement | None, num_ranks: int) -> float:
+    if to is None or to == operand.placement or to in operand.held:
+        return 0
+    return math.inf if operand.fixed else redistribution_bytes(operand, to, num_ranks)
+
+
+def redistribution_bytes(operand: Operand, to: Placement | None, num_ranks: int) -> int:
     """Bytes that a rank receives to bring `operand` to `to`, about."""
     size = size_bytes(operand.shape, operand.dtype)
     match operand.placement, to:
@@ -132,5 +174,12 @@ def redistribution_bytes(operand: Operand, to: Placement | None) -> int:
             return 0
         case Partial(), Replicated():
             return 2 * size
+        case Split() as source, Split() as target if source != target and exchanges(source, target):
+            return size // num_ranks
         case source, target:
             return 0 if source == target else size
+
+
+def exchanges(source: Split, target: Split) -> bool:
+    """Whether an all-to-all brings one split to another."""
+    return source.dim != target.dim and source.plain and target.plain

@@ -25,6 +25,7 @@ _FILLED = (
     aten.new_empty.default,
 )
 _RANDOM = (random.random_uniform.default, random.random_bits.default)
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.default)
 
@@ -49,6 +50,8 @@ def _plan(call: Call, split: Split) -> Plan | None:
         return Plan((None,) * len(call.operands), split, {"size": call.local(shape, split)})
     if target in _RANDOM:
         return _random_plan(call, split)
+    if target in _ARANGES:
+        return _arange_plan(call, split)
     if target in _VIEWS:
         inner = view_split(shape, split, call.shape("self"), call.num_ranks)
         return None if inner is None else Plan((inner,), split, {"size": call.local(shape, split)})
@@ -63,9 +66,26 @@ def _plan(call: Call, split: Split) -> Plan | None:
     return None
 
 
+def _arange_plan(call: Call, split: Split) -> Plan | None:
+    """A rank's block of a running index starts at its own place."""
+    if split.outer > 1 or not split.plain or not call.results[0].dtype.is_signed or call.results[0].dtype.is_floating_point:
+        return None
+    step, size = call.arguments.get("step", 1), (call.results[0].shape[0] + split.padding) // call.num_ranks
+    start, value = call.arguments.get("start", 0), call.results[0]
+    if not all(isinstance(number, int) for number in (start, step)):
+        return None
+
+    def emit(build, args, kwargs):
+        running = build.call(aten.arange.start_step, start, start + size * step, step, dtype=value.dtype, device=value.device)
+        shift = build.call(aten.mul.Scalar, build.axis_index(), size * step)
+        return build.call(aten.add.Tensor, running, build.call(aten._to_copy.default, shift, dtype=value.dtype))
+
+    return Plan((), split, emit=emit)
+
+
 def _random_plan(call: Call, split: Split) -> Plan | None:
     """Draw the block only. A dim read as [outer, ranks, rest] is drawn with its outer part as a dim of its own."""
-    if split.padding:
+    if not split.plain:
         return None
     shape, local = list(call["size"]), call.local(call["size"], split)
     whole, dim = list(call["global_size"]), split.dim

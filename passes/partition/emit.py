@@ -11,7 +11,7 @@ from graphacc.passes.partition.placement import Split, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective, PartitionReport
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
-_META = ("phase", "module_path", "stack_trace")
+_META = ("phase", "module_path", "stack_trace", "segment")
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
@@ -26,6 +26,7 @@ class Emitter:
         self.report = PartitionReport(axis=axis, num_ranks=num_ranks)
         self._mode = fake_mode()
         self._index: torch.fx.Node | None = None
+        self.exchanges: dict[torch.fx.Node, Any] = {}  # local ids -> what `routing` made of them
         self._offsets: dict[tuple[int, ...], torch.fx.Node] = {}
 
     def placeholder(self, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
@@ -113,6 +114,38 @@ class Emitter:
             "reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
         )
 
+    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split) -> torch.fx.Node:
+        """From one dim split to another: every rank sends each other rank its block of dim `to` and joins the blocks of dim `source`.
+
+        The ranks' blocks stand in front, in a dim of their own, so that a split along another axis passes through.
+        """
+        shape = _shape(x)
+        rank_dim = to.dim + 1
+        blocks = [*shape[: to.dim], to.outer, self.num_ranks, shape[to.dim] // (to.outer * self.num_ranks), *shape[to.dim + 1 :]]
+        x = self.call(aten.view.default, self._contiguous(x), blocks)
+        order = [rank_dim, *(dim for dim in range(len(blocks)) if dim != rank_dim)]
+        x = self._contiguous(self.call(aten.permute.default, x, order))
+        local = [*shape[: to.dim], shape[to.dim] // self.num_ranks, *shape[to.dim + 1 :]]
+        x = self.call(aten.view.default, x, [self.num_ranks, *local])
+        x = self.exchange(x)
+        parts = [self.num_ranks, *local[: source.dim], source.outer, local[source.dim] // source.outer, *local[source.dim + 1 :]]
+        x = self.call(aten.view.default, x, parts)
+        order = [*range(1, source.dim + 2), 0, *range(source.dim + 2, len(parts))]
+        x = self._contiguous(self.call(aten.permute.default, x, order))
+        local[source.dim] *= self.num_ranks
+        return self.call(aten.view.default, x, local)
+
+    def permute_ranks(self, x: torch.fx.Node, targets: list[int]) -> torch.fx.Node:
+        """`x` of the rank that sends to this one; rank i sends to ``targets[i]``."""
+        new = self.call(mesh.permute_ranks.default, self._contiguous(x), targets, self.axis)
+        self.report.collectives.append(Collective("permute", new.name, _size(x), new.meta["phase"].value))
+        return new
+
+    def exchange(self, x: torch.fx.Node) -> torch.fx.Node:
+        """[ranks, ...]: block i goes to rank i, and block i of the result comes from it."""
+        sizes = [1] * self.num_ranks
+        return self._collective("all_to_all", _size(x), collective.all_to_all_single.default, x, sizes, sizes, self.axis)
+
     # Parts of a replicated tensor
 
     def shard(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
@@ -124,6 +157,20 @@ class Emitter:
             return x
         behind = len(_shape(x)) - 1 - split.dim
         return self.call(aten.constant_pad_nd.default, x, [0, 0] * behind + [0, split.padding], 0)
+
+    def to_front(self, x: torch.fx.Node, dim: int) -> torch.fx.Node:
+        """Dims 0 and `dim` change places."""
+        return self.call(aten.transpose.int, x, 0, dim) if dim else x
+
+    def mask_padding(self, x: torch.fx.Node, dim: int, size: int, value: float) -> torch.fx.Node:
+        """`x`, a block along `dim` of `size` elements in all, with `value` where it stands behind their end."""
+        local, rank = _shape(x)[dim], len(_shape(x))
+        device = x.meta["val"].device
+        place = self.call(aten.arange.start_step, 0, local, 1, dtype=torch.int64, device=device)
+        place = self.call(aten.add.Tensor, place, self.call(aten.mul.Scalar, self.axis_index(), local))
+        inside = self.call(aten.view.default, self.call(aten.lt.Scalar, place, size), [local if i == dim else 1 for i in range(rank)])
+        fill = self.call(aten.full.default, [], value, dtype=x.meta["val"].dtype, device=device)
+        return self.call(aten.where.self, inside, x, fill)
 
     def on_first_rank(self, x: torch.fx.Node) -> torch.fx.Node:
         """`x` on rank 0 and zeros elsewhere: a partial sum."""

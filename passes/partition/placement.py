@@ -8,11 +8,20 @@ import dataclasses
 import math
 
 import torch
+import torch.fx
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
     """Every rank holds the whole tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """An order of the elements of a split dim that is not the tensor's: that of the ranks' own sorts (see `routing`)."""
+
+    kind: str  # "sorted", "sent" or "received"
+    ids: torch.fx.Node  # of the unpartitioned graph: what the rows were sorted or exchanged by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +34,12 @@ class Split:
     dim: int
     outer: int = 1
     padding: int = 0  # elements behind the end of the dim that make it divide; only with `outer` 1
+    order: Order | None = dataclasses.field(default=None, repr=False)  # None: the ranks' blocks are those of the tensor
+
+    @property
+    def plain(self) -> bool:
+        """The ranks' blocks are the tensor, in its order and without padding."""
+        return not self.padding and self.order is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +82,14 @@ def view_split(shape: tuple[int, ...], split: Split, new_shape: tuple[int, ...],
         >>> view_split((28, 3), Split(0, 7), (7, 2, 2, 3), 2)
         Split(dim=1, outer=1, padding=0)
     """
-    if split.padding:
+    if split.order is not None and split.dim < len(new_shape) and shape[: split.dim + 1] == tuple(new_shape)[: split.dim + 1]:
+        return split
+    if split.order is not None:
         return None
+    if split.padding:  # only a dim that stays as it is keeps its padding
+        before, size = math.prod(shape[: split.dim]), shape[split.dim]
+        kept = [dim for dim, other in enumerate(new_shape) if other == size and math.prod(new_shape[:dim]) == before]
+        return Split(kept[0], padding=split.padding) if kept else None
     leading = math.prod(shape[: split.dim]) * split.outer
     prefix = 1
     for dim, size in enumerate(new_shape):

@@ -12,6 +12,7 @@ import torch.fx
 from graphacc.errors import GraphError
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.runner import Log
+from graphacc.passes.stages.values import SEGMENT
 
 aten = torch.ops.aten
 _CHAIN = (
@@ -94,6 +95,8 @@ def _copy(
         "module_path": before.meta.get("module_path", ""),
         "stack_trace": before.meta.get("stack_trace", ""),
     }
+    if SEGMENT in before.meta:
+        new.meta[SEGMENT] = before.meta[SEGMENT]
     copies[value] = new
     return new
 

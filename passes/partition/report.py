@@ -23,9 +23,9 @@ class ForcedGather:
 class Collective:
     """One collective that the partition wrote."""
 
-    kind: str  # "all_gather", "all_reduce" or "reduce_scatter"
+    kind: str  # "all_gather", "all_reduce", "reduce_scatter" or "all_to_all"
     node: str
-    size_bytes: int  # of the whole tensor: gathered, reduced, or before it is scattered
+    size_bytes: int  # of the whole tensor: gathered, reduced, or before it is scattered; of one rank's part for an all-to-all
     phase: str
 
 
@@ -37,6 +37,7 @@ class PartitionReport:
     num_ranks: int
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     forced: list[ForcedGather] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # what the partition changes besides the order of sums
 
     def count(self, kind: str) -> int:
         return sum(item.kind == kind for item in self.collectives)
@@ -48,7 +49,7 @@ class PartitionReport:
         kinds = sorted({item.kind for item in self.collectives})
         lines = [f"{self.axis} over {self.num_ranks} ranks:"]
         lines += [f"  {kind}: {self.count(kind)}, {self.size_bytes(kind)} bytes" for kind in kinds]
-        return "\n".join(lines + [f"  {item}" for item in self.forced])
+        return "\n".join(lines + [f"  {item}" for item in [*self.notes, *self.forced]])
 
 
 def source_line(stack_trace: str | None) -> str:

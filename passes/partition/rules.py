@@ -12,6 +12,7 @@ An operator without a rule gets replicated operands, which is always right.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -37,6 +38,23 @@ class Operand:
     shape: tuple[int, ...]  # global
     dtype: torch.dtype
     placement: Placement
+    held: frozenset[Placement] = frozenset()  # placements in which it exists already
+    fixed: bool = False  # a split parameter that is used where it lies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """What differs along an axis that spreads experts besides the batch."""
+
+    capacity_factor: float | None = None  # rows that a rank sends to another, as a multiple of their mean; None: all of them fit
+    multiple: int = 1  # number of ranks of the data axes that are partitioned afterwards
+
+    def capacity(self, num_rows: int, num_ranks: int) -> int:
+        """How many of its `num_rows` rows a rank can send to each rank."""
+        if self.capacity_factor is None:
+            return num_rows
+        wanted = math.ceil(self.capacity_factor * num_rows / num_ranks)
+        return min(num_rows, -(-wanted // self.multiple) * self.multiple)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +66,7 @@ class Call:
     operands: tuple[Operand, ...]
     results: tuple[torch.Tensor | None, ...]  # fake values with global shapes
     num_ranks: int
+    experts: ExpertParallel | None = None  # given where the axis spreads experts
 
     @property
     def phase(self) -> Phase:
@@ -86,10 +105,14 @@ class Dims:
         joint: arguments in which the operator is linear taken together.
         moves: it only moves elements, so that partial maxima and minima pass like partial sums.
         pads: it works element by element, so that padding passes through.
+        padded: labels along which padding may stand otherwise: what stands there stays there, or is masked before a reduction.
+        looks_up: labels of reductions that read single elements, so that padding does not count.
         once: arguments that count once in a reduction over the ranks (the tensor that is added to).
         size: argument that repeats the shape of the first result.
         emit: label -> how to write the local call if this label is split.
         matmul: expensive operator that is better fed whole matrices in the optimizer.
+        offers: labels that may be split although no operand is split so, and where each result goes then: attention over a split
+            sequence works on split heads, and gives its result back along the sequence.
     """
 
     operands: dict[str, Any]
@@ -99,10 +122,13 @@ class Dims:
     joint: tuple[str, ...] = ()
     moves: bool = False
     pads: bool = False
+    padded: frozenset[Label] = frozenset()
+    looks_up: frozenset[Label] = frozenset()
     once: tuple[str, ...] = ()
     size: str | None = None
     emit: dict[Label, Emit] = dataclasses.field(default_factory=dict)
     matmul: bool = False
+    offers: dict[Label, tuple[Placement | None, ...]] = dataclasses.field(default_factory=dict)
 
     def labels(self, operand: Operand) -> Labels:
         labels = self.operands.get(operand.name, ())
@@ -120,6 +146,7 @@ class Plan:
     sets: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments that change, by name
     emit: Emit | None = None  # writes the local call; None: the same operator
     reason: str = ""  # why operands are gathered, if they are
+    restore: tuple[Placement | None, ...] = ()  # where the results are brought at once; None: they stay
 
 
 Rule = Callable[[Call], Dims | Plan]

@@ -12,15 +12,60 @@ aten = torch.ops.aten
 
 @rule("aten.embedding.default")
 def _embedding(call: Call) -> Dims:
+    """With the rows split (the vocabulary), a rank looks up the indices that lie in its block, and zero elsewhere."""
     indices = [("i", dim) for dim in range(len(call.shape("indices")))]
-    return Dims({"weight": [None, "c"], "indices": indices}, [[*indices, "c"]], linear=("weight",))
+    split = split_of(call, "weight")
+    rows = None if split is not None and split.outer > 1 else "rows"
+
+    def emit(build, args, kwargs):
+        weight, index = args[:2]
+        inside, index = _own_rows(build, index, weight.meta["val"].shape[0])
+        found = build.call(aten.embedding.default, weight, index)
+        inside = build.call(aten.unsqueeze.default, inside, -1)
+        return build.call(aten.where.self, inside, found, build.call(aten.zeros_like.default, found))
+
+    return Dims(
+        {"weight": [rows, "c"], "indices": indices},
+        [[*indices, "c"]],
+        reduce={"rows": "sum"},
+        linear=("weight",),
+        emit={"rows": emit},
+        looks_up=frozenset({"rows"}),
+    )
+
+
+def _own_rows(build, index, size: int):
+    """Whether an index lies in this rank's block of `size` rows, and the index within the block (any, if it does not)."""
+    index = build.call(aten.sub.Tensor, index, build.call(aten.mul.Scalar, build.axis_index(), size))
+    inside = build.call(aten.bitwise_and.Tensor, build.call(aten.ge.Scalar, index, 0), build.call(aten.lt.Scalar, index, size))
+    return inside, build.call(aten.clamp.default, index, 0, size - 1)
 
 
 @rule("aten.embedding_dense_backward.default")
 def _embedding_backward(call: Call) -> Dims:
     indices = [("i", dim) for dim in range(len(call.shape("indices")))]
     reduce = {} if call["scale_grad_by_freq"] else dict.fromkeys(indices, "sum")
-    return Dims({"grad_output": [*indices, "c"], "indices": indices}, [[None, "c"]], reduce=reduce, linear=("grad_output",))
+    num_rows, padding_index = call["num_weights"], call["padding_idx"]
+
+    def emit(build, args, kwargs):
+        grad, index = args[:2]
+        local = -(-num_rows // call.num_ranks)
+        inside, own = _own_rows(build, index, local)
+        if padding_index >= 0:
+            inside = build.call(aten.bitwise_and.Tensor, inside, build.call(aten.ne.Scalar, index, padding_index))
+        inside = build.call(aten.unsqueeze.default, inside, -1)
+        grad = build.call(aten.where.self, inside, grad, build.call(aten.zeros_like.default, grad))
+        return build.call(aten.embedding_dense_backward.default, grad, own, local, -1, False)
+
+    rows = None if call["scale_grad_by_freq"] else "rows"
+    return Dims(
+        {"grad_output": [*indices, "c"], "indices": indices},
+        [[rows, "c"]],
+        reduce=reduce,
+        linear=("grad_output",),
+        emit={"rows": emit},
+        padded=frozenset({"rows"}),
+    )
 
 
 @rule("aten.gather.default")
@@ -34,11 +79,8 @@ def _gather(call: Call) -> Dims:
     def emit(build, args, kwargs):
         x, _, index = args
         size = x.meta["val"].shape[dim]
-        index = build.call(aten.sub.Tensor, index, build.call(aten.mul.Scalar, build.axis_index(), size))
-        inside = build.call(
-            aten.bitwise_and.Tensor, build.call(aten.ge.Scalar, index, 0), build.call(aten.lt.Scalar, index, size)
-        )
-        found = build.call(aten.gather.default, x, dim, build.call(aten.clamp.default, index, 0, size - 1))
+        inside, index = _own_rows(build, index, size)
+        found = build.call(aten.gather.default, x, dim, index)
         return build.call(aten.where.self, inside, found, build.call(aten.zeros_like.default, found))
 
     sums = call.results[0].dtype != torch.bool
@@ -48,6 +90,7 @@ def _gather(call: Call) -> Dims:
         reduce={"along": "sum"} if sums else {},
         linear=("self",),
         emit={"along": emit},
+        looks_up=frozenset({"along"}),
     )
 
 

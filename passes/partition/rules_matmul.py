@@ -3,14 +3,22 @@
 Legend: m, n free dims, k contracted, b batch; h heads, t queries, s keys, d and e head sizes.
 """
 
-from graphacc.passes.partition.rules import Call, Dims, Labels, rule
+import operator
+from collections.abc import Callable
+
+import torch
+
+from graphacc.passes.partition.placement import Placement, Split
+from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Labels, rule
+
+aten = torch.ops.aten
 
 _SUM = {"k": "sum"}
 
 
 @rule("aten.mm.default")
 def _mm(call: Call) -> Dims:
-    return Dims({"self": "mk", "mat2": "kn"}, ["mn"], reduce=_SUM, linear=("self", "mat2"), matmul=True)
+    return Dims({"self": "mk", "mat2": "kn"}, ["mn"], reduce=_SUM, linear=("self", "mat2"), matmul=True, padded=frozenset("mkn"))
 
 
 @rule("aten.bmm.default")
@@ -55,13 +63,71 @@ def _mask(call: Call, name: str) -> Labels:
 
 
 def _attention(call: Call, operands: dict[str, str], results: list[str]) -> Dims:
-    """Batch and heads may be split; heads only if every query head has a key/value head of its own."""
-    heads = "h" if call.shape("q")[1] == call.shape("k")[1] else None
-    labels: dict[str, Labels] = {name: ["b", heads, *[None] * (len(text) - 2)] for name, text in operands.items()}
-    masks = {
-        name: ["b" if x == "b" else heads if x == "h" else None for x in _mask(call, name)] for name in ("mask", "dropout_mask")
-    }
-    return Dims({**labels, **masks}, [["b", heads, *[None] * (len(text) - 2)] for text in results])
+    """Batch and heads may be split. Grouped query heads stay with their key/value head: the key/value heads are split too,
+    or, where there are fewer of them than ranks, whole, and a rank takes the one that its query heads belong to."""
+    label, shares = heads_label(call)
+    whole = {"k", "v"} if shares else set()
+
+    def labels(name: str, text: str) -> Labels:
+        return ["b", None if name in whole else label, *[None] * (len(text) - 2)]
+
+    masks = {name: ["b" if x == "b" else label if x == "h" else None for x in _mask(call, name)] for name in ("mask", "dropout_mask")}
+    given = {name: labels(name, text) for name, text in operands.items()}
+    return Dims(
+        {**given, **masks},
+        [labels("k" if shares and text.startswith("bhs") else "", text) for text in results],
+        reduce={"h": "sum"} if shares else {},
+        emit={"h": share_heads(call)} if shares else {},
+        offers=sequence_offers(call, results) if label == "h" else {},
+    )
+
+
+def heads_label(call: Call) -> tuple[str | None, bool]:
+    """The label of the query heads if they can be split, and whether the key/value heads then are whole, and shared."""
+    ranks, heads, groups = call.num_ranks, call.shape("q")[1], call.shape("k")[1]
+    splits = [operand.placement for operand in call.operands if isinstance(operand.placement, Split)]
+    contiguous = all(split.outer == 1 for split in splits if split.dim == 1)
+    shares = contiguous and ranks % groups == 0 and groups < ranks and heads % ranks == 0
+    return "h" if heads == groups or (contiguous and groups % ranks == 0) or shares else None, shares
+
+
+def sequence_offers(call: Call, results: list[str]) -> dict[Label, tuple[Placement | None, ...]]:
+    """Attention over a split sequence exchanges it for split heads, and each result [B, H, T, D] back."""
+    splits = {operand.name: operand.placement for operand in call.operands if isinstance(operand.placement, Split)}
+    queries = next((splits[name] for name in ("grad", "q") if name in splits), None)
+    keys = splits.get("k", queries)
+    if queries is None or queries.dim != 2:
+        return {}
+    return {"h": tuple({"bhtd": queries, "bhte": queries, "bhsd": keys, "bhse": keys}.get(text) for text in results)}
+
+
+def share_heads(call: Call, prepare: Callable = lambda build, args: args) -> Emit:
+    """Local attention with the one key/value head of this rank's query heads; its gradient stands among zeros."""
+    groups = call.shape("k")[1]
+
+    def emit(build, args, kwargs):
+        args = prepare(build, args)
+        names = [argument.name for argument in call.node.target._schema.arguments]
+        head = build.call(aten.div.Tensor_mode, build.axis_index(), call.num_ranks // groups, rounding_mode="floor")
+        index = build.call(aten.view.default, head, [1])
+        args = [build.call(aten.index_select.default, x, 1, index) if name in ("k", "v") else x for name, x in zip(names, args)]
+        called = build.call(call.node.target, *args, **kwargs)
+        parts = [build.call(operator.getitem, called, i) for i in range(len(call.results))]
+        if len(parts) < 3:
+            return parts
+        place = build.call(aten.arange.start_step, 0, groups, 1, dtype=torch.int64, device=head.meta["val"].device)
+        mine = build.call(aten.view.default, build.call(aten.eq.Tensor, place, head), [1, groups, 1, 1])
+        return [parts[0], *(_among_zeros(build, part, mine, groups) for part in parts[1:3]), *parts[3:]]
+
+    return emit
+
+
+def _among_zeros(build, part, mine, groups: int):
+    """[B, 1, S, D] -> [B, G, S, D], zero but at the head where `mine` is true."""
+    value = part.meta["val"]
+    shape = [value.shape[0], groups, *value.shape[2:]]
+    zero = build.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    return build.call(aten.where.self, mine, build.call(aten.expand.default, part, shape), zero)
 
 
 @rule("graphacc.sdpa.default")

@@ -5,6 +5,7 @@ import math
 import torch
 
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, view_split
+from graphacc.passes.partition.routing import exchanged
 from graphacc.passes.partition.rules import Call, Dims, Plan, replicate, rule, split_of
 
 
@@ -23,7 +24,8 @@ def _view(call: Call) -> Plan:
 
 def _moved(call: Call, source: list[int | None], *, name: str = "self", size: str | None = None) -> Dims:
     """The dims of the one operand; `source` gives the operand's dim for every dim of the result, None for a new one."""
-    return Dims({name: range(len(call.shape(name)))}, [source], linear=(name,), moves=True, size=size)
+    labels = range(len(call.shape(name)))
+    return Dims({name: labels}, [source], linear=(name,), moves=True, size=size, padded=frozenset(labels))
 
 
 @rule("aten.permute.default aten.permute_copy.default")
@@ -81,8 +83,24 @@ def _broadcast_in_dim(call: Call) -> Dims:
 
 
 @rule("aten.slice.Tensor")
-def _slice(call: Call) -> Dims:
-    return _on_dim(call, [call["dim"]])
+def _slice(call: Call) -> Dims | Plan:
+    shape = call.shape("self")
+    dim, step = call.dim("self", call["dim"]), call.arguments.get("step", 1)
+    start, end, _ = slice(call.arguments.get("start"), call.arguments.get("end")).indices(shape[dim] if shape else 0)
+    split = split_of(call, "self")
+    units = None if split is None or split.dim != dim or step != 1 else _units(split, shape[dim], start, end)
+    if units is None:
+        return _on_dim(call, [dim])
+    ranks = call.num_ranks
+    return Plan((split,), Split(dim, units), {"start": start // ranks, "end": end // ranks})
+
+
+def _units(split: Split, size: int, start: int, end: int) -> int | None:
+    """The outer part of ``[start:end]`` of a split dim that reads as [outer, ranks, rest]; None if it cuts through a block."""
+    unit = size // split.outer
+    if not split.plain or start >= end or start % unit or end % unit:
+        return None
+    return (end - start) // unit
 
 
 @rule("aten.flip.default aten.roll.default aten.cumsum.default aten.cumprod.default aten.tril.default aten.triu.default")
@@ -115,22 +133,55 @@ def _select(call: Call) -> Dims:
 
 
 @rule("aten.split.Tensor aten.split_with_sizes.default aten.unbind.int")
-def _split(call: Call) -> Dims:
+def _split(call: Call) -> Dims | Plan:
     gone = call.dim("self", call["dim"])
+    if (plan := _split_along(call, gone)) is not None:
+        return plan
     labels = [None if dim == gone else dim for dim in range(len(call.shape("self")))]
     unbind = call.node.target._schema.name == "aten::unbind"
     result = [label for dim, label in enumerate(labels) if not (unbind and dim == gone)]
     return Dims({"self": labels}, [result] * len(call.results), linear=("self",), moves=True)
 
 
+def _split_along(call: Call, dim: int) -> Plan | None:
+    """Parts of a dim that is split, where they do not cut through its blocks."""
+    split, size = split_of(call, "self"), call.shape("self")[dim]
+    if split is None or split.dim != dim or call.node.target._schema.name == "aten::unbind":
+        return None
+    sizes = [value.shape[dim] for value in call.results]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    units = [_units(split, size, start, start + length) for start, length in zip(starts, sizes)]
+    if None in units:
+        return None
+    local = [length // call.num_ranks for length in sizes]
+    name, value = ("split_sizes", local) if "split_sizes" in call.arguments else ("split_size", local[0])
+    return Plan((split,), tuple(Split(dim, unit) for unit in units), {name: value})
+
+
 @rule("aten.slice_backward.default aten.select_backward.default")
-def _slice_backward(call: Call) -> Dims:
+def _slice_backward(call: Call) -> Dims | Plan:
     rank = len(call["input_sizes"])
     whole = call["dim"] % rank
+    if (plan := _slice_backward_along(call, whole)) is not None:
+        return plan
     result = [None if dim == whole else dim for dim in range(rank)]
     select = call.node.target._schema.name == "aten::select_backward"
     grad = [label for dim, label in enumerate(result) if not (select and dim == whole)]
     return Dims({"grad_output": grad}, [result], linear=("grad_output",), size="input_sizes")
+
+
+def _slice_backward_along(call: Call, dim: int) -> Plan | None:
+    split = split_of(call, "grad_output")
+    if call.node.target._schema.name == "aten::select_backward" or split is None or split.dim != dim or call["step"] != 1:
+        return None
+    size, part = call["input_sizes"][dim], call.shape("grad_output")[dim]
+    unit = part // split.outer
+    start, end, _ = slice(call["start"], call["end"]).indices(size)
+    if not split.plain or size % unit or start % unit:
+        return None
+    placement, ranks = Split(dim, size // unit), call.num_ranks
+    sets = {"input_sizes": call.local(call["input_sizes"], placement), "start": start // ranks, "end": end // ranks}
+    return Plan((split,), placement, sets)
 
 
 @rule("aten.slice_scatter.default aten.select_scatter.default")
@@ -160,13 +211,13 @@ def _cat(call: Call) -> Dims | Plan:
 
 
 def _cat_along_split(call: Call, dim: int) -> Plan | None:
-    """k equal tensors split along `dim` and put behind one another: [k, ranks, rest], a split with outer k."""
-    placements = {operand.placement for operand in call.operands}
-    shapes = {operand.shape for operand in call.operands}
-    placement = next(iter(placements))
-    if len(placements) > 1 or len(shapes) > 1 or not isinstance(placement, Split) or placement.dim != dim or placement.padding:
+    """Tensors split along `dim` in blocks of one size, put behind one another: the outer parts add up."""
+    placements = [operand.placement for operand in call.operands]
+    if not all(isinstance(placement, Split) and placement.dim == dim and placement.plain for placement in placements):
         return None
-    return Plan((placement,) * len(call.operands), Split(dim, placement.outer * len(call.operands)))
+    if len({operand.shape[dim] // operand.placement.outer for operand in call.operands}) > 1:
+        return None
+    return Plan(tuple(placements), Split(dim, sum(placement.outer for placement in placements)))
 
 
 @rule("aten.stack.default")
@@ -183,9 +234,9 @@ def _repeat(call: Call) -> Plan:
     """A split dim that is repeated r times reads as [r, ranks, rest]."""
     (operand,) = call.operands
     split = split_of(call, "self")
-    if split is None or split.padding:
+    if split is None or not split.plain:
         kept = operand.placement if isinstance(operand.placement, Partial) and math.prod(call["repeats"]) == 1 else REPLICATED
-        return Plan((kept,), kept, reason="padded" if split else "")
+        return Plan((kept,), kept, reason="padded or sorted" if split else "")
     offset = len(call["repeats"]) - len(operand.shape)
     dim = split.dim + offset
     return Plan((split,), Split(dim, split.outer * call["repeats"][dim]))
@@ -211,7 +262,7 @@ def _as_strided(call: Call) -> Plan:
 def _all_gather(call: Call) -> Dims | Plan:
     """Over another axis, of g ranks: a dim 0 that reads [outer, ranks, rest] here becomes [g * outer, ranks, rest]."""
     split = split_of(call, "input")
-    if split is not None and split.dim == 0 and not split.padding:
+    if split is not None and split.dim == 0 and split.plain:
         return Plan((split,), Split(0, split.outer * call["group_size"]))
     labels = [None, *range(1, len(call.shape("input")))]
     return Dims({"input": labels}, [labels], linear=("input",), moves=True)
@@ -220,10 +271,20 @@ def _all_gather(call: Call) -> Dims | Plan:
 @rule("_c10d_functional.reduce_scatter_tensor.default")
 def _reduce_scatter(call: Call) -> Dims | Plan:
     split, groups = split_of(call, "input"), call["group_size"]
-    if split is not None and split.dim == 0 and not split.padding and split.outer % groups == 0:
+    if split is not None and split.dim == 0 and split.plain and split.outer % groups == 0:
         return Plan((split,), Split(0, split.outer // groups))
     labels = [None, *range(1, len(call.shape("input")))]
     return Dims({"input": labels}, [labels], linear=("input",) if call["reduce_op"] == "sum" else ())
+
+
+@rule("_c10d_functional.all_to_all_single.default")
+def _all_to_all(call: Call) -> Dims | Plan:
+    """Blocks of dim 0 change places over another axis."""
+    split = split_of(call, "input")
+    if split is not None and split.dim and split.order is not None and split.order.kind != "sorted":
+        return Plan((split,), exchanged(split))
+    labels = [None, *range(1, len(call.shape("input")))]
+    return Dims({"input": labels}, [labels], linear=("input",), moves=True)
 
 
 @rule("_c10d_functional.all_reduce.default")
@@ -243,6 +304,8 @@ def _shard(call: Call) -> Dims | Plan:
         labels = [None if i == dim else i for i in range(len(call.shape("x")))]
         return Dims({"x": labels}, [labels], linear=("x",), moves=True)
     cut = call["outer"] * call["size"]
+    if not split.plain:
+        return replicate(call, "padded or sorted")
     if split.outer % cut == 0:  # our ranks lie behind the block's
         return Plan((split,), Split(dim, split.outer // call["size"]))
     if call["outer"] % (split.outer * call.num_ranks) == 0:  # our ranks lie before the block's

@@ -12,7 +12,7 @@ _LINEAR = {
     "neg.default": ("self",),
 }
 _JOINT = {"add.Tensor": ("self", "other"), "sub.Tensor": ("self", "other"), "where.self": ("self", "other")}
-_COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default")
+_COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default", "mark_sharding.default", "permute_ranks.default")
 
 
 def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> list[int | None]:
@@ -37,7 +37,7 @@ def pointwise(call: Call, **facts) -> Dims:
 @rule(
     "aten.add.Tensor aten._to_copy.default aten.alias.default aten.detach.default aten.lift_fresh_copy.default aten.copy.default "
     "aten.masked_fill.Tensor aten.fill.Scalar prims.convert_element_type.default prims.div.default aten.bucketize.Tensor "
-    "_c10d_functional.wait_tensor.default"
+    "_c10d_functional.wait_tensor.default graphacc.mark_sharding.default graphacc.permute_ranks.default"
 )
 def _pointwise(call: Call) -> Dims:
     name = str(call.node.target).removeprefix("aten.")
@@ -45,7 +45,7 @@ def _pointwise(call: Call) -> Dims:
         return pointwise(call, linear=("a",))
     if name in ("_to_copy.default",):
         return pointwise(call, linear=("self",))
-    if name.removeprefix("_c10d_functional.") in _COPIES:
+    if name.rpartition("functional.")[2].removeprefix("graphacc.") in _COPIES:
         return pointwise(call, linear=tuple(operand.name for operand in call.operands), moves=True)
     if name == "bucketize.Tensor":
         dims = pointwise(call)

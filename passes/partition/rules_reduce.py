@@ -23,7 +23,8 @@ def _reduction(call: Call, op: str | None, *, name: str = "self", emit: Emit | N
     labels = range(len(call.shape(name)))
     result = [None if dim in gone else dim for dim in labels if keepdim or dim not in gone]
     emits = {dim: emit for dim in gone} if emit else {}
-    return Dims({name: labels}, [result] * len(call.results), reduce=dict.fromkeys(gone, op), emit=emits, **facts)
+    padded = frozenset(dim for dim in labels if dim not in gone or op is not None)
+    return Dims({name: labels}, [result] * len(call.results), reduce=dict.fromkeys(gone, op), emit=emits, padded=padded, **facts)
 
 
 @rule("aten.sum.default aten.sum.dim_IntList")

@@ -8,7 +8,7 @@ one whole step stages 1 and 2 give the same program: a gradient is scattered as 
 import dataclasses
 from collections.abc import Mapping
 
-from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.graph import Input, Kind, Output, StepGraph, local_shape
 from graphacc.passes.partition.driver import Layout
 from graphacc.passes.partition.placement import REPLICATED, Placement, Split
 
@@ -46,14 +46,18 @@ def state_split(shape: tuple[int, ...], num_ranks: int) -> Split | None:
 def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Layouts:
     """Placements along `fsdp` for ZeRO `stage` 1, 2 or 3; along an axis of replicas for stage 0."""
     owners = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
-    trained = {item.shape for item in step.inputs if item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)}
+    trained = {
+        local_shape(item.shape, item.shards)
+        for item in step.inputs
+        if item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)
+    }
 
     def place(item: Input | Output) -> Placement | None:
         if not stage or stage < _FROM_STAGE.get(item.kind, 4):
             return None
         if item.kind is Kind.STATE and item.shape != owners.get(item.target.rpartition("/")[0]):
             return None
-        return state_split(item.shape, num_ranks)
+        return state_split(local_shape(item.shape, item.shards), num_ranks)
 
     inputs = {item.name: split for item in step.inputs if (split := place(item)) is not None}
     inputs.update(_batch_splits(step, batch_dims))

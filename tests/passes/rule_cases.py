@@ -79,6 +79,7 @@ def _pointwise():
         yield f"aten.{name}.default", lambda x, f=getattr(aten, name): [torch.where(x == x, x, f(x))], [X]
     yield _case("aten.full_like.default", [X], ..., 3.0)
     yield _case("graphacc.after.default", [X, (4, 8)], ..., ...)
+    yield _case("graphacc.mark_sharding.default", [X], ..., "tp,,")
 
 
 def _move():
@@ -97,6 +98,8 @@ def _move():
     yield _case("aten.expand.default", [(4, 1, 4)], ..., [4, -1, 8, 4])
     yield _case("prims.broadcast_in_dim.default", [(4, 1)], ..., [4, 8, 4], [0, 2])
     yield _case("aten.slice.Tensor", [X], ..., 1, 1, 7, 2)
+    yield _case("aten.slice.Tensor", [(4, 12, 4)], ..., 1, 4, 12)
+    yield _case("aten.slice.Tensor", [X], ..., 1, 0, 4)
     yield _case("aten.flip.default", [X], ..., [1])
     yield _case("aten.roll.default", [X], ..., [1, 2], [0, 1])
     yield _case("aten.roll.default", [X], ..., [3])
@@ -106,6 +109,10 @@ def _move():
     yield _case("aten.triu.default", [X], ...)
     yield _case("aten.select.int", [X], ..., 1, 3)
     yield _case("aten.split.Tensor", [X], ..., 3, 1)
+    yield _case("aten.split.Tensor", [X], ..., 4, 1)
+    yield _case("aten.split_with_sizes.default", [(4, 16, 4)], ..., [8, 4, 4], 1)
+    yield _case("aten.slice_backward.default", [(4, 4, 4)], ..., [4, 8, 4], 1, 4, 8, 1)
+    yield _case("aten.cat.default", [X, (4, 4, 4)], [..., ...], 1)
     yield _case("aten.split_with_sizes.default", [X], ..., [1, 7], 1)
     yield _case("aten.unbind.int", [X], ..., 0)
     yield _case("aten.slice_backward.default", [(4, 3, 4)], ..., [4, 8, 4], 1, 1, 7, 2)
@@ -185,7 +192,10 @@ def _matmul():
     yield _case("graphacc.sdpa.default", [q, q, q, (4, 8, 8), (4, 4, 8, 8)], ..., ..., ..., ..., ..., False, 0.5)
     args = (..., ..., ..., ..., None, None, ..., ..., True, 0.5)
     yield _case("graphacc.sdpa_backward.default", [q, q, q, q, q, row], *args)
+    yield _case("graphacc.sdpa.default", [q, (4, 1, 8, 4), (4, 1, 8, 4)], ..., ..., ..., None, None, True, 0.5)
+    yield _case("graphacc.sdpa_backward.default", [q, q, (4, 1, 8, 4), (4, 1, 8, 4), q, row], *args)
     yield _case("graphacc.sdpa_backward.default", [q, q, grouped, grouped, q, row], *args)
+    yield from _flash(q, grouped, row)
     shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     yield _case("aten.convolution.default", [P, (8, 4, 3, 3), (8,)], ..., ..., ..., *shape)
     yield _case("aten.convolution.default", [P, (8, 4, 3, 3)], ..., ..., None, *shape)
@@ -196,6 +206,23 @@ def _matmul():
     yield _case(
         "aten.convolution_backward.default", [(4, 8, 8, 8), P, (8, 4, 3, 3)], ..., ..., ..., *backward, [False, True, False]
     )
+
+
+def _flash(q, grouped, row):
+    """Causal; grouped heads with padding; a bias with a gradient and dropout, whose numbers depend on the place of a block."""
+    forward, backward = "graphacc.flash_attention.default", "graphacc.flash_attention_backward.default"
+    causal, dropped = (-1, 0, 0.5, 0, 0.0, 0, []), (3, 2, 0.5, 0, 0.3, 7, [4, 4, 8, 8])
+    ids = lambda x: (x * 2).floor().to(torch.int32)  # noqa: E731
+    none = (None,) * 5
+    yield _case(forward, [q, q, q], ..., ..., ..., *none, *causal)
+    yield _case(backward, [q, q, q, q, q, row], *[...] * 4, *none, ..., ..., *causal, False)
+    operator = torch.ops.graphacc.flash_attention.default
+    yield forward, lambda q, k, v, a, b: list(operator(q, k, v, None, ids(a), ids(b), None, None, *causal)), [q, *[grouped] * 2, *[(4, 8)] * 2]
+    key = ints((2,), 99)
+    yield _case(forward, [q, q, q, (4, 8, 8), key], *[...] * 4, None, None, ..., None, *dropped)
+    for bias in ((4, 8, 8), (4, 1, 1, 8), (1, 4, 8, 1)):
+        tensors = [q, q, grouped, grouped, bias, key, q, row]
+        yield _case(backward, tensors, *[...] * 5, None, None, ..., None, ..., ..., *dropped, True)
 
 
 def _index():
@@ -279,4 +306,30 @@ def _nn():
     yield _case("aten.pixel_unshuffle.default", [P], ..., 2)
 
 
-CASES = [*_pointwise(), *_move(), *_reduce(), *_matmul(), *_index(), *_nn()]
+def _experts():
+    """Sorted rows are read in the tensor's order too; buckets only on their way there and back."""
+    ids, matrices = ints((8,), 4), (4, 4, 8)
+    offsets = lambda i: ops.expert_offsets(i, 4)  # noqa: E731
+    yield _case("graphacc.sort_rows.default", [(8, 4), ids], ..., ...)
+    yield "graphacc.sort_rows.default", lambda x, i: [ops.sort_rows(x, i).cumsum(0), ops.sort_rows(i, i)], [(8, 4), ids]
+    yield "graphacc.sort_rows.default", lambda x, y, i: [ops.sort_rows(x, i).exp() + y, (ops.sort_rows(x, i) * y).sum(0)], [(8, 4), (8, 4), ids]
+    yield _case("graphacc.unsort_rows.default", [(8, 4), ids], ..., ...)
+    yield "graphacc.unsort_rows.default", lambda x, i: [ops.unsort_rows(ops.sort_rows(x, i).exp(), i)], [(8, 4), ids]
+    yield _case("graphacc.expert_offsets.default", [ids], ..., 4)
+    yield _case("graphacc.grouped_mm.default", [(8, 4), matrices, ints((4,), 9)], ..., ..., ...)
+    yield (
+        "graphacc.grouped_mm.default",
+        lambda x, w, i: [ops.unsort_rows(ops.grouped_mm(ops.sort_rows(x, i), w, offsets(i)), i), ops.grouped_mm(x, w, offsets(i))],
+        [(8, 4), matrices, ids],
+    )
+    yield _case("graphacc.grouped_mm_weight_grad.default", [(8, 4), (8, 8), ints((4,), 9)], ..., ..., ...)
+    yield (
+        "graphacc.grouped_mm_weight_grad.default",
+        lambda x, y, i: [ops.grouped_mm_weight_grad(ops.sort_rows(x, i), ops.sort_rows(y, i), offsets(i))],
+        [(8, 4), (8, 4), ids],
+    )
+    for name in ("bucket_rows", "unbucket_rows"):
+        yield f"graphacc.{name}.default", lambda x, i: [ops.unbucket_rows(ops.bucket_rows(x, i, 2, 2, 8, 0) * 2, i, 2)], [(8, 4), ids]
+
+
+CASES = [*_pointwise(), *_move(), *_reduce(), *_matmul(), *_index(), *_nn(), *_experts()]

@@ -56,13 +56,23 @@ def _results(target, arguments, places):
         collective.all_reduce.default,
         collective.all_gather_into_tensor.default,
         collective.reduce_scatter_tensor.default,
+        collective.all_to_all_single.default,
     ):
         return [_collective(target, arguments, places, rank) for rank in range(len(places))]
     if target is mesh_ops.axis_index.default:
         return [torch.tensor(at[args[1]]) for (args, _), at in zip(arguments, places)]
     if target is mesh_ops.shard.default:
         return [_shard(*args, at) for (args, _), at in zip(arguments, places)]
+    if target is mesh_ops.permute_ranks.default:
+        return [_permuted(arguments, places, rank) for rank in range(len(places))]
     return [target(*args, **kwargs) for args, kwargs in arguments]
+
+
+def _permuted(arguments, places, rank):
+    _, targets, axis = arguments[rank][0]
+    source = targets.index(places[rank][axis])
+    (peer,) = [other for other, at in enumerate(places) if at == {**places[rank], axis: source}]
+    return arguments[peer][0][0].clone()
 
 
 def _collective(target, arguments, places, rank):
@@ -73,6 +83,8 @@ def _collective(target, arguments, places, rank):
     assert all(x.is_contiguous() for x in tensors), "collectives need contiguous tensors"
     if target is collective.all_gather_into_tensor.default:
         return torch.cat(tensors)
+    if target is collective.all_to_all_single.default:
+        return torch.cat([x.chunk(len(peers))[peers.index(rank)] for x in tensors])
     reduce = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum}[args[1]]
     total = tensors[0]
     for x in tensors[1:]:

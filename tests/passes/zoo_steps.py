@@ -85,7 +85,7 @@ def zoo_case(name: str, make_optimizer: Callable = zoo.adamw, **options) -> Case
 def partitioned(step: StepGraph, strategy: str) -> tuple[StepGraph, list[PartitionReport]]:
     chosen = Strategy.parse(strategy)
     result, reports = run_passes(step, build_pipeline(step, chosen, batch_dims=default_batch_dims(step)))
-    return result, [report.details for report in reports if report.details is not None]
+    return result, [report.details for report in reports if isinstance(report.details, PartitionReport)]
 
 
 def check(

@@ -2,16 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import jax
 import pytest
 import torch
-from step_graphs import an_input, an_output, make_step, sgd_step, split
+from step_graphs import an_input, an_output, c10d, gather, make_step, sgd_step, split, total
 from tolerances import assert_close
 
-from graphacc.errors import GraphError
+from graphacc.errors import GraphAccError, GraphError
 from graphacc.graph import Kind
 from graphacc.runtime import Program, default_options, make_mesh, select_devices, to_device, to_torch
 from graphacc.runtime.compile_cache import CompileCache
@@ -146,6 +147,149 @@ def test_unknown_compiler_options_are_refused():
 def test_fast_compile_lowers_the_optimisation_level():
     usual, fast = default_options(mesh_of()), default_options(mesh_of(), fast_compile=True)
     assert fast == usual | {"xla_backend_optimization_level": 0}
+
+
+# ---- memory plans
+
+
+def mlp_step(ranks: int = 1, *, layers: int = 4, width: int = 256, batch: int = 1024):
+    """Gradients of a chain of tanh(h w), the weights updated at the end: enough temporaries to be planned."""
+    shards = [split("fsdp", ranks)] if ranks > 1 else []
+
+    def step(x, *weights):
+        whole = [gather(w, ranks, "fsdp") for w in weights] if ranks > 1 else list(weights)
+        hidden = [x]
+        for w in whole:
+            hidden.append(torch.tanh(hidden[-1] @ w))
+        loss = (hidden[-1] ** 2).sum()
+        grads, g = [], 2 * hidden[-1]
+        for h, w, out in zip(hidden[-2::-1], whole[::-1], hidden[:0:-1]):
+            g = g * (1 - out * out)
+            grads.append(h.t() @ g)
+            g = g @ w.t()
+        grads.reverse()
+        if ranks > 1:
+            loss = total(loss, "fsdp")
+            grads = [c10d.wait_tensor(c10d.reduce_scatter_tensor(grad, "sum", ranks, "fsdp")) for grad in grads]
+        return (*(w - 1e-3 * grad for w, grad in zip(weights, grads)), loss)
+
+    names = [f"w{i}" for i in range(layers)]
+    inputs = [an_input(Kind.BATCH, "x", (batch, width), shards=shards)]
+    inputs += [an_input(Kind.PARAM, name, (width, width), shards=shards, trainable=True) for name in names]
+    outputs = [an_output(Kind.PARAM, name, (width, width), shards=shards) for name in names]
+    return make_step(step, inputs, [*outputs, an_output(Kind.LOSS, "loss", ())])
+
+
+def train_mlp(program: Program, mesh, steps: int = 3) -> list[torch.Tensor]:
+    """Losses and the last weights."""
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (to_device(torch.randn(i.shape, generator=generator) / 16, i, mesh) for i in program.inputs)
+    losses = []
+    for _ in range(steps):
+        *weights, loss = program(x, *weights)
+        losses.append(to_torch(loss, program.outputs[-1]))
+    return losses + [to_torch(w, item) for w, item in zip(weights, program.outputs)]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_planned_program_needs_less_and_gives_the_same_bits(ranks, tmp_path, caplog):
+    caplog.set_level("INFO", logger="graphacc")
+    mesh, step = mesh_of(fsdp=ranks), mlp_step(ranks)
+    plain = Program.build(step, mesh, cache_dir=None, memory_plan="xla")
+    planned, warm = (Program.build(step, mesh, cache_dir=tmp_path, plan_seconds=1.0) for _ in range(2))
+    assert plain.plan is None and planned.plan.changed and not planned.from_cache
+    assert planned.memory.temp_bytes == planned.plan.temporary_after < planned.plan.temporary_before == plain.memory.temp_bytes
+    assert "graphacc: step: temporary memory" in caplog.text and "from the cache" in caplog.text
+    assert warm.from_cache and warm.plan.changed and warm.memory == planned.memory
+    want = train_mlp(plain, mesh)
+    for program in (planned, warm):
+        assert all(torch.equal(a, b) for a, b in zip(train_mlp(program, mesh), want, strict=True))
+
+
+def test_planned_programs_donate_what_they_replace():
+    mesh = mesh_of(fsdp=8)
+    program = Program.build(mlp_step(8), mesh, cache_dir=None)
+    assert program.plan.changed
+    x, *weights = (to_device(torch.ones(item.shape), item, mesh) for item in program.inputs)
+    *weights, _ = program(x, *weights)  # their memory is XLA's own from now on
+    before = {shard.data.unsafe_buffer_pointer() for w in weights for shard in w.addressable_shards}
+    *new, _ = program(x, *weights)
+    assert all(w.is_deleted() for w in weights) and not x.is_deleted()
+    assert {shard.data.unsafe_buffer_pointer() for w in new for shard in w.addressable_shards} == before
+
+
+def test_a_small_program_keeps_xlas_plan_and_says_so(caplog):
+    caplog.set_level("INFO", logger="graphacc")
+    program, _ = build({})
+    assert not program.plan.changed and "below 1048576" in program.plan.reason
+    assert "XLA's plan kept: its" in caplog.text
+
+
+def test_a_scheduler_that_is_asked_for_is_the_only_one():
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_DEFAULT"}
+    program = Program.build(mlp_step(), mesh_of(), cache_dir=None, compiler_options=options, plan_seconds=60.0)
+    assert program.plan.schedule == "DEFAULT"
+
+
+@pytest.mark.parametrize(
+    "options, says", [({"memory_plan": "olla"}, "memory_plan='olla' is unknown"), ({"plan_seconds": -1}, "plan_seconds=-1 must be")]
+)
+def test_wrong_memory_plans_are_refused(options, says):
+    with pytest.raises(GraphAccError, match=says):
+        build({}, **options)
+
+
+_TWO_PROCESSES = """
+import json, logging, sys
+rank, port = int(sys.argv[1]), sys.argv[2]
+sys.path[:0] = sys.argv[3:]
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from test_program import Program, mesh_of, mlp_step, train_losses
+mesh = mesh_of(fsdp=8)
+programs = [Program.build(mlp_step(8), mesh, cache_dir=None) for _ in range(2)]
+assert all(program.plan is None for program in programs)
+print(json.dumps(train_losses(programs[0], mesh)), flush=True)
+"""
+
+
+def train_losses(program: Program, mesh) -> list[float]:
+    """Three steps whose losses every process can read."""
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (to_device(torch.randn(i.shape, generator=generator) / 16, i, mesh) for i in program.inputs)
+    losses = []
+    for _ in range(3):
+        *weights, loss = program(x, *weights)
+        losses.append(float(loss.addressable_shards[0].data))
+    return losses
+
+
+def test_several_processes_keep_xlas_plan_and_say_so_once():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    here = os.path.dirname(os.path.abspath(__file__))
+    paths = [os.path.dirname(os.path.dirname(here)), os.path.dirname(here), here]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _TWO_PROCESSES, str(rank), port, *paths],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    results = [process.communicate(timeout=150) for process in started]
+    assert all(process.returncode == 0 for process in started), results
+    mesh = mesh_of(fsdp=8)
+    want = train_losses(Program.build(mlp_step(8), mesh, cache_dir=None), mesh)
+    for out, messages in results:
+        assert_close(torch.tensor(json.loads(out.splitlines()[-1])), torch.tensor(want))
+        assert messages.count("XLA's memory plan is kept: with several processes") == 1
 
 
 # ---- the compile cache

@@ -6,6 +6,7 @@ from step_graphs import an_input, sgd_step, split
 
 from graphacc.graph import Kind
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
+from graphacc.runtime.devices import stage_meshes
 from graphacc.strategy import Strategy
 
 WHOLE = []
@@ -71,3 +72,25 @@ def test_two_programs_share_one_state(mesh):
         state.set(program.outputs[0], new)
     once = w - 0.2 * x.t() @ (x @ w)
     torch.testing.assert_close(to_torch(*state.find(Kind.PARAM, "w")), once - 0.2 * x.t() @ (x @ once))
+
+
+def test_a_value_that_another_stage_reads_is_copied_until_it_is_replaced():
+    first, second = stage_meshes(Strategy(pp=2, fsdp=4), select_devices(8))
+    state = TrainState(first)
+    rows, columns = an_input(Kind.PARAM, "w", (10, 6), shards=ROWS), an_input(Kind.PARAM, "w", (10, 6), shards=COLUMNS)
+    tensor = torch.randn(10, 6)
+    state.set(rows, to_device(tensor, rows, first), first)
+    whole = state.bytes_per_device()
+    copy = state.get(rows, second)
+    assert copy.sharding.device_set == set(second.devices.flat) and torch.equal(to_torch(copy, rows), tensor)
+    assert state.get(rows, second) is copy, "copied once"
+    assert torch.equal(to_torch(state.get(columns, second), columns), tensor), "in another layout"
+    assert state.find(Kind.PARAM, "w")[0].sharding.device_set == set(first.devices.flat), "it stays where it lives"
+    assert state.bytes_per_device() == whole, "the stage that holds most"
+    state.set(rows, to_device(tensor + 1, rows, first), first)
+    assert torch.equal(to_torch(state.get(rows, second), rows), tensor + 1), "an update reaches the other stage"
+    state.set(rows, to_device(tensor + 2, rows, second), second)
+    assert state.find(Kind.PARAM, "w")[0].sharding.device_set == set(second.devices.flat), "a value may move"
+    assert torch.equal(to_torch(state.get(rows, first), rows), tensor + 2)
+    state.discard(Kind.PARAM, "w")
+    assert not state.holds(Kind.PARAM, "w") and state.bytes_per_device() == 0

@@ -137,6 +137,11 @@ def _shard(ctx, x, dim, outer, size, axis):
     return shard(x, dim % x.ndim, outer, axis)
 
 
+@register("graphacc.permute_ranks.default")
+def _permute_ranks(ctx, x, targets, axis):
+    return lax.ppermute(x, axes_of(axis), list(enumerate(targets)))
+
+
 @register("graphacc.after.default")
 def _after(ctx, x, dependency):
     """`x` with an integer zero xor-ed into its bits that XLA cannot know to be zero, computed from one element of `dependency`.
@@ -158,3 +163,9 @@ def _bits(x):
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize])
+
+
+@register("graphacc.mark_sharding.default")
+def _mark_sharding(ctx, x, spec):
+    """The partition has followed it already."""
+    return x

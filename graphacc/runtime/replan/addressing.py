@@ -8,7 +8,7 @@ ascending offset, each at its lowest free place, never raises one of them: every
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -73,6 +73,24 @@ def find_addresses(values: Values, liveness: Liveness, solve: AddressSolver, sec
             lowest = [min(offsets[b] for b in buffers) for buffers in problem.buffers_of]
             best = min(best, _place(occupancy, np.argsort(lowest, kind="stable")), key=_height)
     return best
+
+
+def address_map(values: Values, liveness: Liveness, offsets: Sequence[int]) -> AddressProblem:
+    """A plan to look at: every interval of every value as a buffer with its offset, named after the thunk that writes it first.
+
+    Args:
+        values: of the executable.
+        liveness: of the plan's order.
+        offsets: of the values, by index.
+    """
+    occupancy = Occupancy(values, liveness)
+    thunks = values.executable.thunks
+    buffers = tuple(
+        LiveBuffer(name=thunks[v.thunks[0]].name, lower=lower, upper=upper, size=v.size, offset=int(offset))
+        for v, offset, intervals in zip(values.all, offsets, occupancy.intervals, strict=True)
+        for lower, upper in intervals
+    )
+    return AddressProblem(buffers=buffers)
 
 
 def _height(addresses: Addresses) -> int:

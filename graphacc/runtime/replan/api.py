@@ -4,17 +4,17 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from graphacc._compat import jax_ as compat
-from graphacc.runtime.replan.cache import PlanCache
 from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
+from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.replan.planner import PlannedBytes, Solvers, plan_bytes
 
 MIN_TEMPORARY_BYTES = 1 << 20  # a smaller arena is not worth a plan
-CPU_SCHEDULES = ("DEFAULT", "MEMORY_OPTIMIZED")
+TOLERANCE = 0.01  # nor is one that is above its lower bound by this share at most
 
 _logger = logging.getLogger("graphacc.replan")
 
@@ -24,28 +24,8 @@ class ReplanResult:
     """A compiled function with the best memory plan that is proved right."""
 
     compiled: jax.stages.Compiled  # to run: a planned copy, or what was given
-    changed: bool  # whether it is a planned copy
-    reason: str  # why XLA's plan was kept; empty where it was not
-    temporary_before: int  # bytes of XLA's arena of temporaries
-    temporary_after: int
-    lower_bound: int  # bytes; no plan that keeps these thunks' dependencies and in-place updates needs less. 0: unknown
-    seconds: float  # from reading to loading
-    schedule: str = ""  # XLA's schedule that the plan starts from, where several were tried
-    serialized: bytes | None = None  # the planned executable: a loaded one cannot be serialised again
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound proves that nothing better exists."""
-        return bool(self.lower_bound) and self.temporary_after <= self.lower_bound
-
-    def summary(self) -> str:
-        """One line for the user."""
-        mb = 1e6
-        line = f"temporary memory {self.temporary_before / mb:.1f} -> {self.temporary_after / mb:.1f} MB"
-        if self.lower_bound:
-            line += f" (lower bound {self.lower_bound / mb:.1f} MB)"
-        line += f" in {self.seconds:.1f} s"
-        return line if self.changed else f"{line}; XLA's plan kept: {self.reason}"
+    serialized: bytes | None  # its bytes, where they are known: a loaded executable cannot be serialised again
+    plan: MemoryPlan
 
 
 def replan(
@@ -54,9 +34,9 @@ def replan(
     seconds: float = 5.0,
     threads: int = 1,
     solvers: Solvers | None = None,
-    cache: PlanCache | None = None,
     serialized: bytes | None = None,
     min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
+    tolerance: float = TOLERANCE,
 ) -> ReplanResult:
     """Plan the temporaries of a compiled function again: order of operations and addresses.
 
@@ -69,40 +49,48 @@ def replan(
         seconds: budget of the solvers.
         threads: for the solvers.
         solvers: another planner core than `graphacc.passes.memory`.
-        cache: where plans are kept between processes.
         serialized: the bytes of `compiled`, where they are at hand. Needed where it was loaded from them: jaxlib loses the code
             of a loaded executable when it serialises it again.
         min_temporary_bytes: arenas below this keep XLA's plan.
+        tolerance: and those that are above the lower bound by at most this share of it.
 
     Returns:
         The function to run, and the figures.
     """
     start = time.monotonic()
     before = compiled.memory_analysis().temp_size_in_bytes if _is_cpu(compiled) else 0
-    kept = functools.partial(_kept, compiled, before, start)
+    kept = functools.partial(_kept, compiled, serialized, before, start)
     reason = _reason_to_keep(compiled, before, min_temporary_bytes)
     if reason:
         return kept(reason, log=False)
     try:
-        planned = _plan(serialized or compat.serialize(compiled), seconds, solvers or _core_solvers(threads), cache)
+        planned = plan_bytes(
+            serialized or compat.serialize(compiled),
+            library=compat.xla_library(),
+            solvers=solvers or _core_solvers(threads),
+            seconds=seconds,
+            tolerance=tolerance,
+        )
         if planned.serialized is None:
-            return dataclasses.replace(kept("no lower plan was found", log=False), lower_bound=planned.lower_bound)
+            figures = dict(lower_bound=planned.lower_bound, map_before=planned.map_before)
+            return kept(_no_better(planned, tolerance), log=False, **figures)
         executable = _load(planned, compiled)
     except (NotUnderstood, VerificationError) as error:
         return kept(str(error), log=True)
     except Exception as error:  # a mistake of ours, or jaxlib refuses to load: training goes on with XLA's plan
         _logger.debug("planning failed", exc_info=True)
         return kept(f"{type(error).__name__}: {error}", log=True)
-    return ReplanResult(
-        compiled=compat.with_executable(compiled, executable),
+    plan = MemoryPlan(
         changed=True,
         reason="",
         temporary_before=planned.temporary_before,
         temporary_after=planned.temporary_after,
         lower_bound=planned.lower_bound,
         seconds=time.monotonic() - start,
-        serialized=planned.serialized,
+        map_before=planned.map_before,
+        map_after=planned.map_after,
     )
+    return ReplanResult(compiled=compat.with_executable(compiled, executable), serialized=planned.serialized, plan=plan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,69 +99,48 @@ class Candidate:
 
     compiled: jax.stages.Compiled
     schedule: str  # XLA's schedule that it was compiled with
-    serialized: bytes | None = None  # what it was loaded from, if it came from a cache
+    seconds: float = 0.0  # that compiling took
+    serialized: bytes | None = None  # its bytes, where they are at hand
 
 
-def replan_best(candidates: Sequence[Candidate], *, seconds: float = 5.0, **options) -> ReplanResult:
-    """Plan several compilations of one function, and keep the lowest.
-
-    Args:
-        candidates: the first is the one whose temporaries are reported as `temporary_before`.
-        seconds: budget of the solvers, for all candidates together.
-        **options: of `replan`.
-    """
-    start = time.monotonic()
-    results = [
-        dataclasses.replace(
-            replan(c.compiled, seconds=seconds / len(candidates), serialized=c.serialized, **options), schedule=c.schedule
-        )
-        for c in candidates
-    ]
-    best = min(results, key=lambda result: result.temporary_after)
-    before = results[0].temporary_before
-    return dataclasses.replace(best, temporary_before=before, seconds=time.monotonic() - start)
-
-
-def compile_and_replan(
-    lowered: jax.stages.Lowered,
+def replan_best(
+    first: Candidate,
+    others: Sequence[Callable[[], Candidate]] = (),
     *,
-    compiler_options: Mapping[str, str | bool | int | float] | None = None,
-    schedules: Sequence[str] = CPU_SCHEDULES,
+    seconds: float = 5.0,
     min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
     **options,
 ) -> ReplanResult:
-    """Compile with those of XLA:CPU's schedules that may help, plan each, and keep the lowest.
+    """Plan several compilations of one function, and keep the lowest.
 
-    XLA:CPU's default schedule is made for concurrency; its memory-optimised one is often, not always, the better start.
+    The first is planned in any case. Another one is made as long as the budget covers what the first took, compilation and
+    planning: on training steps the second of XLA:CPU's schedules gains at most 2 %, and rarely.
 
     Args:
-        lowered: from ``jax.jit(...).lower(...)``.
-        compiler_options: for every compilation; a scheduler named here is replaced by those of `schedules`.
-        schedules: values of ``xla_cpu_scheduler_type`` without their prefix. Only the first is compiled where its temporaries
-            are below `min_temporary_bytes`.
-        min_temporary_bytes: see `replan`.
-        **options: of `replan_best`.
+        first: its temporaries are reported as `temporary_before`.
+        others: compile the function with XLA's other schedules.
+        seconds: budget for the solvers and for the compilations of `others`.
+        min_temporary_bytes: see `replan`. Where the first has less, there are no others.
+        **options: of `replan`.
     """
     start = time.monotonic()
-    candidates = []
-    for schedule in schedules:
-        chosen = {**(compiler_options or {}), "xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{schedule}"}
-        compiled = lowered.compile(compiler_options=chosen)
-        candidates.append(Candidate(compiled=compiled, schedule=schedule))
-        if not _is_cpu(compiled) or compiled.memory_analysis().temp_size_in_bytes < min_temporary_bytes:
+    options["min_temporary_bytes"] = min_temporary_bytes
+    results = [_replan_candidate(first, seconds, options)]
+    before = results[0].plan.temporary_before
+    estimate = first.seconds + results[0].plan.seconds
+    for compile in others if before >= min_temporary_bytes else ():
+        if time.monotonic() - start + estimate > seconds:
             break
-    best = replan_best(candidates, min_temporary_bytes=min_temporary_bytes, **options)
-    return dataclasses.replace(best, seconds=time.monotonic() - start)
+        candidate = compile()
+        results.append(_replan_candidate(candidate, seconds - (time.monotonic() - start), options))
+    best = min(results, key=lambda result: result.plan.temporary_after)
+    plan = dataclasses.replace(best.plan, temporary_before=before, seconds=time.monotonic() - start)
+    return dataclasses.replace(best, plan=plan)
 
 
-def _plan(serialized: bytes, seconds: float, solvers: Solvers, cache: PlanCache | None) -> PlannedBytes:
-    options = f"seconds={seconds}"
-    found = cache.load(serialized, options) if cache else None
-    if found is None:
-        found = plan_bytes(serialized, library=compat.xla_library(), solvers=solvers, seconds=seconds)
-        if cache:
-            cache.store(serialized, options, found)
-    return found
+def _replan_candidate(candidate: Candidate, seconds: float, options: dict) -> ReplanResult:
+    found = replan(candidate.compiled, serialized=candidate.serialized, seconds=max(0.0, seconds), **options)
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, schedule=candidate.schedule))
 
 
 def _load(planned: PlannedBytes, compiled: jax.stages.Compiled):
@@ -207,18 +174,22 @@ def _reason_to_keep(compiled: jax.stages.Compiled, before: int, min_temporary_by
     return ""
 
 
-def _kept(compiled: jax.stages.Compiled, before: int, start: float, reason: str, *, log: bool) -> ReplanResult:
+def _no_better(planned: PlannedBytes, tolerance: float) -> str:
+    if planned.temporary_before <= planned.lower_bound:
+        return "it is optimal"
+    if planned.temporary_before <= (1 + tolerance) * planned.lower_bound:
+        return f"it is within {tolerance:.0%} of the lower bound"
+    return "no lower plan was found"
+
+
+def _kept(
+    compiled: jax.stages.Compiled, serialized: bytes | None, before: int, start: float, reason: str, *, log: bool, **found
+) -> ReplanResult:
     if log:
         _log_once(reason)
-    return ReplanResult(
-        compiled=compiled,
-        changed=False,
-        reason=reason,
-        temporary_before=before,
-        temporary_after=before,
-        lower_bound=0,
-        seconds=time.monotonic() - start,
-    )
+    fields = {"lower_bound": 0, "temporary_before": before, "temporary_after": before, **found}
+    plan = MemoryPlan(changed=False, reason=reason, seconds=time.monotonic() - start, **fields)
+    return ReplanResult(compiled=compiled, serialized=serialized, plan=plan)
 
 
 @functools.cache

@@ -4,8 +4,9 @@ import dataclasses
 import os
 import time
 
+from graphacc.passes.memory.problem import AddressProblem
 from graphacc.runtime.replan import cpu
-from graphacc.runtime.replan.addressing import Addresses, AddressSolver, Occupancy, find_addresses
+from graphacc.runtime.replan.addressing import Addresses, AddressSolver, Occupancy, address_map, find_addresses
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.identity import Identity, check_executable
@@ -39,9 +40,13 @@ class PlannedBytes:
     num_thunks: int
     num_values: int
     seconds: float
+    map_before: AddressProblem  # every value with its steps and its offset, under XLA's plan
+    map_after: AddressProblem | None  # under ours; None where XLA's is kept
 
 
-def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float) -> PlannedBytes:
+def plan_bytes(
+    serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float, tolerance: float = 0.0
+) -> PlannedBytes:
     """Plan the memory of a serialised CPU executable again.
 
     Args:
@@ -49,6 +54,7 @@ def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, sec
         library: the shared library of XLA that wrote it, for its schema.
         solvers: the planner core.
         seconds: the solvers' budget; reading and proving come on top.
+        tolerance: XLA's plan is kept where it is above the lower bound by at most this share of it.
 
     Raises:
         NotUnderstood: something in the executable is unknown, or contradicts our model.
@@ -63,15 +69,14 @@ def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, sec
     solving = time.monotonic()
     ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds)
     left = max(0.0, seconds - (time.monotonic() - solving))
-    if ordering.lower_bound >= before:
-        left = 0.0  # XLA's plan is optimal
-    orders, addresses = _choose(values, liveness, ordering, solvers.addresses, left)
-    planned = None
-    if addresses.height < before:
-        rewrite(executable, values, identity, orders, addresses, cpu.reorder)
-        planned = cpu.write(executable)
-        prove(schema, envelope.executable, planned, orders)
-    after = min(before, addresses.height)
+    planned, after, map_after = None, before, None
+    if before > (1 + tolerance) * ordering.lower_bound:
+        orders, addresses = _choose(values, liveness, ordering, solvers.addresses, left)
+        if addresses.height < before:
+            map_after = address_map(values, Liveness(values, orders), addresses.offsets)
+            rewrite(executable, values, identity, orders, addresses, cpu.reorder)
+            planned, after = cpu.write(executable), addresses.height
+            prove(schema, envelope.executable, planned, orders)
     return PlannedBytes(
         serialized=None if planned is None else envelope.with_executable(planned),
         temporary_before=before,
@@ -80,6 +85,8 @@ def plan_bytes(serialized: bytes, *, library: os.PathLike, solvers: Solvers, sec
         num_thunks=len(executable.thunks),
         num_values=len(values.all),
         seconds=time.monotonic() - start,
+        map_before=address_map(values, liveness, [value.start for value in values.all]),
+        map_after=map_after,
     )
 
 

@@ -1,0 +1,184 @@
+"""What a compiled program communicates: every collective that XLA kept, with its bytes and its mesh axes.
+
+It is read out of the optimised HLO, so that it says what runs, not what was meant.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from torch import nn
+
+from graphacc.errors import GraphAccError
+from graphacc.loop.module import is_compiled
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_OPERATION = re.compile(rf"= (?P<shape>\([^=]*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\})")
+_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of the compiled program."""
+
+    kind: str  # one of KINDS
+    axes: tuple[str, ...]  # the mesh axes that its groups span
+    group_size: int
+    tensor_bytes: tuple[int, ...]  # of each whole tensor on one device: reduced, gathered, before it is scattered, or exchanged
+    module: str  # the module's path, "" if unknown
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors; XLA combines collectives of several."""
+        return sum(self.tensor_bytes)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that one device sends with a ring algorithm: 2 (n-1)/n of an all-reduce, (n-1)/n of the others, a permute once."""
+        share = 1.0 if self.kind == "collective-permute" else (self.group_size - 1) / self.group_size
+        return round(self.size_bytes * share * (2 if self.kind == "all-reduce" else 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Communication:
+    """The collectives of one program (or of all stages of a pipeline's), in the order of the program."""
+
+    collectives: tuple[Collective, ...]
+
+    def select(self, kind: str | None = None, axis: str | None = None, min_bytes: int = 0) -> "Communication":
+        """Those of one kind, along one mesh axis, of at least `min_bytes`."""
+        chosen = (
+            item
+            for item in self.collectives
+            if kind in (None, item.kind) and (axis is None or axis in item.axes) and item.size_bytes >= min_bytes
+        )
+        return Communication(collectives=tuple(chosen))
+
+    @property
+    def count(self) -> int:
+        return len(self.collectives)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(item.size_bytes for item in self.collectives)
+
+    @property
+    def traffic_bytes(self) -> int:
+        return sum(item.traffic_bytes for item in self.collectives)
+
+    def __str__(self) -> str:
+        """A table by axis and kind."""
+        groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
+        for item in self.collectives:
+            groups["+".join(item.axes), item.kind].append(item)
+        rows = [("axes", "collective", "count", "MB", "MB sent per device")]
+        for (axes, kind), items in sorted(groups.items()):
+            part = Communication(collectives=tuple(items))
+            rows.append((axes, kind, str(part.count), f"{part.size_bytes / 1e6:.3f}", f"{part.traffic_bytes / 1e6:.3f}"))
+        rows.append(("all", "", str(self.count), f"{self.size_bytes / 1e6:.3f}", f"{self.traffic_bytes / 1e6:.3f}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def communication(step: nn.Module | Callable) -> Communication:
+    """The collectives of a model's training step, per device, as compiled.
+
+    Args:
+        step: a compiled model that has made a step, or a function of `graphacc.train_step`. Of a model that accumulates, the
+            programs of a backward and of an update count once each; of a pipeline, those of all stages, without the transfers
+            between stages.
+
+    Raises:
+        GraphAccError: nothing has been compiled yet.
+    """
+    model = step if isinstance(step, nn.Module) else getattr(step, "model", None)
+    if model is None or not is_compiled(model):
+        raise GraphAccError(f"communication takes a compiled model or a train_step function, got {type(step).__name__}")
+    programs = [compiled.program for compiled in model.programs if compiled.kind.split()[0] in ("step", "grad", "update")]
+    if not programs:
+        raise GraphAccError("no training program has been compiled yet: run a step first")
+    found = [item for program in programs for item in read_collectives(program.hlo_text(), program.mesh)]
+    return Communication(collectives=tuple(found))
+
+
+def read_collectives(hlo: str, mesh: jax.sharding.Mesh) -> Iterable[Collective]:
+    """The collectives in the text of an optimised HLO module whose partitions are the devices of `mesh`, in order."""
+    for line in _COMMENT.sub("", hlo).splitlines():
+        match = _OPERATION.search(line)
+        if match is None:
+            continue
+        group = _group(line, mesh.size)
+        if len(group) == 1:
+            continue
+        sizes = _tensor_bytes(match["shape"], gathers=bool(match["start"]) and match["kind"] in ("all-gather", "collective-permute"))
+        if match["kind"] == "all-to-all" and len(sizes) == len(group):  # one tensor, in a tuple of its blocks
+            sizes = [sum(sizes)]
+        name = _NAME.search(line)
+        yield Collective(
+            kind=match["kind"],
+            axes=_axes(group, mesh),
+            group_size=len(group),
+            tensor_bytes=tuple(size * (len(group) if match["kind"] == "reduce-scatter" else 1) for size in sizes),
+            module=_module(name[1]) if name else "",
+        )
+
+
+def _tensor_bytes(shape: str, *, gathers: bool) -> list[int]:
+    """Bytes of every array of an HLO shape; a started gather's shape lists its operands first, which do not count."""
+    arrays = _ARRAY.findall(shape)
+    sizes = [math.ceil(_item_bytes(dtype) * math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in arrays]
+    return sizes[len(sizes) // 2 :] if gathers else sizes
+
+
+def _item_bytes(dtype: str) -> float:
+    if dtype == "pred":
+        return 1
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) / 8
+
+
+def _group(line: str, num_devices: int) -> list[int]:
+    """The first group of positions that communicate."""
+    if (pairs := _PAIRS.search(line)) is not None:
+        edges = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])}
+        start = next(iter(edges))
+        group, at = [start], edges[start]
+        while at != start and at in edges:
+            group, at = [*group, at], edges[at]
+        return group
+    match = _GROUPS.search(line)
+    if match is None or match[1] == "{{}}":
+        return list(range(num_devices))
+    if match[1].startswith("{"):
+        return [int(number) for number in match[1][2:].split("}")[0].split(",") if number]
+    return list(_iota_groups(match[1])[0])
+
+
+def _iota_groups(text: str) -> np.ndarray:
+    """The groups that "[4,2]<=[2,4]T(1,0)" stands for, one per row."""
+    shape, rest = text.split("<=")
+    dims, _, order = rest.partition("T")
+    numbers = [int(size) for size in re.findall(r"\d+", dims)]
+    positions = np.arange(math.prod(numbers)).reshape(numbers)
+    if order:
+        positions = positions.transpose([int(axis) for axis in re.findall(r"\d+", order)])
+    return positions.reshape([int(size) for size in re.findall(r"\d+", shape)])
+
+
+def _axes(group: list[int], mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    places = np.array(np.unravel_index(np.array(group), mesh.devices.shape))
+    return tuple(axis for axis, place in zip(mesh.axis_names, places) if len(set(place.tolist())) > 1)
+
+
+def _module(name: str) -> str:
+    """The module's path in an operation's name: "jit(step)/shard_map/model.layers.0/all_gather" -> "model.layers.0"."""
+    parts = [part for part in name.split("/") if not part.startswith(("jit(", "shard_map", "pjit"))]
+    return parts[0] if len(parts) > 1 else ""

@@ -1,0 +1,18 @@
+"""Pipeline schedules as plain data: who does what in which order, checked and measured before anything runs."""
+
+from graphacc.strategy.schedules.build import SCHEDULES, build_schedule
+from graphacc.strategy.schedules.schedule import Action, Costs, Part, Schedule
+from graphacc.strategy.schedules.simulate import Simulation, dispatch_order, simulate, validate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Part",
+    "Schedule",
+    "Simulation",
+    "build_schedule",
+    "dispatch_order",
+    "simulate",
+    "validate",
+]

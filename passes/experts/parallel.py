@@ -1,0 +1,157 @@
+"""Expert parallelism: the partition along `ep`.
+
+The batch is split over `ep` as over the data axes, and so are the experts: the stacked weights of grouped products, their gradients and
+their optimizer state along dim 0. Every other parameter is whole on every rank. Rows go to the rank of their expert and back by
+all-to-all (`passes.partition.routing`), so that a mixture of experts costs two exchanges of rows forward and two backward.
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import fx
+
+from graphacc.errors import StrategyError
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.passes.experts.find import PRODUCTS
+from graphacc.passes.partition.driver import partition
+from graphacc.passes.partition.placement import REPLICATED, Placement, Split
+from graphacc.passes.partition.report import PartitionReport
+from graphacc.passes.partition.rules import ExpertParallel
+from graphacc.passes.runner import Log, Pass
+from graphacc.strategy.spec import Strategy
+
+aten, ops = torch.ops.aten, torch.ops.graphacc
+_SAME = (
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+    ops.after.default,
+)
+_TURNS = (aten.permute.default, aten.transpose.int)
+
+
+def find_experts(step: StepGraph) -> frozenset[str]:
+    """The parameters of a graph with a forward part that hold one matrix per expert, [E, ...]: the weights of grouped products."""
+    params = {node: item.target for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
+    found = set()
+    for node in step.graph.nodes:
+        if (node.target is ops.grouped_mm.default or str(node.target) in PRODUCTS) and len(node.args) > 1:
+            weight = _root(node.args[1])
+            if weight in params:
+                found.add(params[weight])
+    return frozenset(found)
+
+
+def _root(weight: fx.Node) -> fx.Node:
+    """What a weight is made of without moving its dim 0."""
+    while weight.target in _SAME or (weight.target in _TURNS and _keeps_front(weight)):
+        weight = weight.args[0]
+    return weight
+
+
+def _keeps_front(node: fx.Node) -> bool:
+    rank = node.meta["val"].dim()
+    dims = node.args[1] if node.target is aten.permute.default else node.args[1:3]
+    return dims[0] % rank == 0 if node.target is aten.permute.default else 0 not in {dim % rank for dim in dims}
+
+
+def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Pass:
+    """The partition along `ep`.
+
+    Args:
+        step: the captured graph; only its signature is read.
+        experts: the parameters that are split.
+
+    Raises:
+        StrategyError: the model has no experts, or a number of them that `ep` does not divide.
+    """
+    check_experts(step, strategy.ep, experts)
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        _check_routing(step, strategy.ep)
+        inputs = {item.name: split for item in step.inputs if (split := _split_of(step, item, experts, batch_dims)) is not None}
+        outputs: dict[tuple[Kind, str], Placement] = {
+            (item.kind, item.target): _split_of(step, item, experts, batch_dims) or REPLICATED
+            for item in step.outputs
+            if item.kind is Kind.GRAD
+        }
+        plan = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
+        result, log.details = partition(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=plan)
+        _note_dropped(result, log.details, strategy)
+        log.rewrote(len(log.details.collectives))
+        return result
+
+    return Pass(name="partition-ep", exact=False, run=run, verify=functools.partial(verify_exchanges, num_ranks=strategy.ep))
+
+
+def check_experts(step: StepGraph, num_ranks: int, experts: Collection[str]) -> None:
+    """Raise StrategyError unless there are experts, which `num_ranks` divides."""
+    if not experts:
+        raise StrategyError(
+            f"ep={num_ranks} spreads experts over devices, but no grouped product of sorted rows with a parameter [experts, ...] is in this "
+            f"model: leave ep=1, and use fsdp for models without experts"
+        )
+    for item in step.inputs:
+        if item.kind is Kind.PARAM and item.target in experts and item.shape[0] % num_ranks:
+            fits = ", ".join(str(count) for count in range(1, item.shape[0] + 1) if item.shape[0] % count == 0)
+            raise StrategyError(
+                f"ep={num_ranks} does not divide the {item.shape[0]} experts of {item.target!r} {list(item.shape)}: choose ep out of {fits}"
+            )
+
+
+def check_pins(pins: Mapping[str, Iterable[str | None]], experts: Collection[str]) -> None:
+    """Raise StrategyError where a parameter is annotated with `ep` that it cannot follow."""
+    for name, spec in pins.items():
+        dims = [dim for dim, entry in enumerate(spec) if entry == "ep"]
+        if dims and (dims != [0] or name not in experts):
+            raise StrategyError(
+                f"the annotation {spec!r} on {name!r} splits dim {dims[0]} over ep, which splits dim 0 of the weights of experts and nothing else "
+                f"({', '.join(sorted(experts)) or 'this model has none'}): take ep out of the annotation"
+            )
+
+
+def _check_routing(step: StepGraph, num_ranks: int) -> None:
+    """Raise StrategyError if the model is run forward and no routing was recognised."""
+    phases = {node.meta.get("phase") for node in step.graph.nodes if node.op == "call_function"}
+    if Phase.FORWARD in phases and not any(node.target is ops.grouped_mm.default for node in step.graph.nodes):
+        raise StrategyError(
+            f"ep={num_ranks}: the model has experts, but how it routes rows to them is not known (the report of the pass "
+            f"'attach-experts' says what was left, and why): sort the experts' ids, look rows up in that order and put them back, or leave ep=1"
+        )
+
+
+def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Split | None:
+    if item.kind is Kind.BATCH:
+        dim = batch_dims[item.target]
+        return None if dim is None else Split(dim)
+    owner = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
+    if item.kind not in (Kind.PARAM, Kind.GRAD, Kind.STATE) or owner not in experts:
+        return None
+    if item.kind is Kind.STATE:
+        shapes = {other.target: other.shape for other in step.inputs if other.kind is Kind.PARAM}
+        if item.shape != shapes.get(owner, item.shape) or not item.shape:
+            return None
+    return Split(0)
+
+
+def _note_dropped(step: StepGraph, report: PartitionReport, strategy: Strategy) -> None:
+    if strategy.capacity_factor is None:
+        return
+    for node in step.graph.nodes:
+        if node.target is ops.bucket_rows.default and node.args[0] is node.args[1]:
+            rows = node.args[1].meta["val"].shape[0]
+            where = node.meta.get("module_path") or node.name
+            report.notes.append(
+                f"{where}: ranks send each other at most {node.args[4]} of their {rows} rows (capacity_factor={strategy.capacity_factor}); "
+                f"rows beyond are dropped, and give zero"
+            )
+
+
+def verify_exchanges(step: StepGraph, num_ranks: int) -> None:
+    """Every exchange of buckets is between all ranks of `ep`, and is waited for."""
+    for node in step.graph.nodes:
+        if node.target is torch.ops._c10d_functional.all_to_all_single.default and node.args[-1] == "ep":
+            assert len(node.args[1]) == num_ranks, f"node {node.name!r} exchanges {len(node.args[1])} blocks over {num_ranks} ranks"

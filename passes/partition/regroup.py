@@ -1,0 +1,66 @@
+"""Sums of gradients, regrouped: what comes straight from products is added first.
+
+The gradient of an activation that feeds several products (query, key and value, and a residual) is a chain of additions in
+the order of autograd. Along a tensor-parallel axis the products' shares are partial sums and the residual's is not. Added up
+first, the partial ones need one sum over the ranks; in autograd's order each would need its own.
+"""
+
+import torch
+import torch.fx
+
+from graphacc.graph import Phase, StepGraph
+from graphacc.passes.runner import Log, Pass
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.permute.default, aten._to_copy.default, aten.clone.default)
+
+
+def regroup_sums(step: StepGraph, log: Log) -> StepGraph:
+    """Rewrite every chain of additions in the backward part whose products do not stand first."""
+    graph = step.graph
+    for last in [node for node in graph.nodes if _is_sum(node) and not _continues(node)]:
+        terms = _terms(last)
+        ordered = sorted(terms, key=lambda term: not _is_product(term))  # stable
+        if len(terms) < 3 or ordered == terms:
+            continue
+        with graph.inserting_before(last):
+            total = ordered[0]
+            for term in ordered[1:]:
+                total = graph.call_function(aten.add.Tensor, (total, term))
+                total.meta = dict(last.meta)
+        last.replace_all_uses_with(total)
+        graph.erase_node(last)
+        log.rewrote(1)
+    graph.eliminate_dead_code()
+    step.module.recompile()
+    return step
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or node.meta.get("phase") is not Phase.BACKWARD:
+        return False
+    values = [arg.meta["val"] for arg in node.args if isinstance(arg, torch.fx.Node)]
+    like = node.meta["val"]
+    return len(values) == 2 and all(value.shape == like.shape and value.dtype == like.dtype for value in values)
+
+
+def _continues(node: torch.fx.Node) -> bool:
+    """The sum is only a term of another sum."""
+    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+
+
+def _terms(last: torch.fx.Node) -> list[torch.fx.Node]:
+    found = []
+    for arg in last.args:
+        found += _terms(arg) if _is_sum(arg) and _continues(arg) else [arg]
+    return found
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node.target in _PRODUCTS
+
+
+REGROUP_SUMS = Pass(name="regroup-sums", exact=False, run=regroup_sums)

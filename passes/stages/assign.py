@@ -1,0 +1,149 @@
+"""Which forward call belongs to which chunk of the model.
+
+The units of the forward part (see units.py) are dealt out in order, to every chunk at least one, so that the dearest
+chunk is as cheap as possible; exactly, by dynamic programming over (chunks so far, units so far). A chunk costs its work, what
+the cut before it sends, and a share of the mean where that cut divides a numbered block. Pins and the places where
+parameters already lie restrict the choice.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import torch.fx
+
+from graphacc.errors import StrategyError
+from graphacc.graph import StepGraph
+from graphacc.passes.stages.units import FLOPS_PER_BYTE, Forward, Unit, cuts, forward_part, narrowest, units
+from graphacc.strategy.spec import Strategy
+
+_BROKEN_BLOCK = 0.1  # of a chunk's mean cost, for a cut inside of a block
+_MOVED_PARAMETER = 1e3  # flops per byte of a parameter that lies on another stage
+
+
+def forward_chunks(step: StepGraph, strategy: Strategy, homes: Mapping[str, int]) -> dict[torch.fx.Node, int]:
+    """Forward call -> chunk, from 0 to ``pp * chunks - 1``, never smaller than that of a call whose result it reads.
+
+    Args:
+        homes: parameter -> the stage where earlier programs keep it.
+
+    Raises:
+        StrategyError: there are more chunks than units, or the pins match nothing, contradict the order of the program, or
+            leave a chunk empty.
+    """
+    forward = forward_part(step)
+    pins = _pinned_calls(forward, strategy)
+    found = units(forward, _with_pins(forward, cuts(forward), pins))
+    num_chunks = strategy.pp * strategy.chunks
+    if len(found) < num_chunks:
+        raise StrategyError(_too_few(found, strategy))
+    allowed = [{pins[node] for node in unit.nodes if node in pins} for unit in found]
+    edges = _balanced(found, allowed, strategy, homes)
+    return {
+        node: chunk
+        for chunk, (first, last) in enumerate(zip(edges, edges[1:]))
+        for unit in found[first:last]
+        for node in unit.nodes
+    }
+
+
+def _too_few(found: Sequence[Unit], strategy: Strategy) -> str:
+    count, chunks = strategy.pp * strategy.chunks, f" x chunks={strategy.chunks}" if strategy.chunks > 1 else ""
+    return (
+        f"pp={strategy.pp}{chunks} cuts the model into {count} parts, but it has only {len(found)} blocks between narrow cuts "
+        f"({', '.join(_label(unit) for unit in found)}): set pp x chunks to at most {len(found)}"
+    )
+
+
+def _label(unit: Unit) -> str:
+    """A unit by the module that does most of its work."""
+    paths = [path for node in unit.nodes if (path := node.meta.get("module_path"))]
+    return max(dict.fromkeys(paths), key=paths.count, default="code outside of modules")
+
+
+def _pinned_calls(forward: Forward, strategy: Strategy) -> dict[torch.fx.Node, int]:
+    """Call -> the chunk that a pin gives it; of several pins that match, the last one counts."""
+    found: dict[torch.fx.Node, int] = {}
+    num_chunks = strategy.pp * strategy.chunks
+    for pattern, chunk in strategy.stages:
+        if not 0 <= chunk < num_chunks:
+            raise StrategyError(
+                f"stages pins {pattern!r} to {chunk}, but pp={strategy.pp} has the numbers 0 to {num_chunks - 1}: "
+                "choose one of them"
+            )
+        matched = [node for node in forward.nodes if _matches(node.meta.get("module_path") or "", pattern)]
+        if not matched:
+            paths = dict.fromkeys(node.meta.get("module_path") or "" for node in forward.nodes)
+            known = ", ".join(path for path in paths if path)
+            raise StrategyError(
+                f"stages pins {pattern!r}, which matches no module that the forward calls: choose out of {known}"
+            )
+        found |= dict.fromkeys(matched, chunk)
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return bool(path) and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*"))
+
+
+def _with_pins(forward: Forward, places: list[int], pins: Mapping[torch.fx.Node, int]) -> list[int]:
+    """The places to cut, with one more wherever the pinned chunk changes and none lies."""
+    result, last = set(places), None
+    for i, node in enumerate(forward.nodes):
+        if node not in pins:
+            continue
+        if last is not None and pins[node] != pins[forward.nodes[last]]:
+            before = forward.nodes[last]
+            if pins[node] < pins[before]:
+                raise StrategyError(
+                    f"stages pins module {before.meta['module_path']!r} to {pins[before]} and {node.meta['module_path']!r}, "
+                    f"which runs after it, to {pins[node]}: chunks follow the order of the program, so give later modules the "
+                    "same or larger numbers"
+                )
+            if not any(last < place <= i for place in result):
+                result.add(narrowest(forward, last + 1, i))
+        last = i
+    return sorted(result)
+
+
+def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Strategy, homes: Mapping[str, int]) -> list[int]:
+    """Edges of the chunks in the list of units: chunk c is units ``edges[c]`` to ``edges[c + 1] - 1``."""
+    num_chunks, count = strategy.pp * strategy.chunks, len(found)
+    entry = _entry_costs(found, num_chunks)
+    best: list[dict[int, tuple[float, float, int]]] = [
+        {0: (0.0, 0.0, 0)}
+    ]  # units so far -> dearest chunk, sum of squares, last edge
+    for chunk in range(num_chunks):
+        row: dict[int, tuple[float, float, int]] = {}
+        rest = num_chunks - chunk - 1
+        for first, (dearest, squares, _) in best[-1].items():
+            cost = entry[first]
+            for last in range(first, count - rest):
+                if allowed[last] - {chunk}:
+                    break
+                cost += found[last].cost + _moved(found[last], chunk % strategy.pp, homes)
+                option = (max(dearest, cost), squares + cost * cost, first)
+                row[last + 1] = min(option, row.get(last + 1, option))
+        best.append(row)
+    if count not in best[-1]:
+        raise StrategyError(
+            f"stages={dict(strategy.stages)} leaves no way to give each of the {num_chunks} chunks a part of the model, in "
+            "order: pin fewer modules, or to other numbers"
+        )
+    edges = [count]
+    for row in reversed(best[1:]):
+        edges.append(row[edges[-1]][2])
+    return edges[::-1]
+
+
+def _entry_costs(found: Sequence[Unit], num_chunks: int) -> list[float]:
+    """What a chunk pays for the cut before it, by the unit that it starts with."""
+    mean = sum(unit.cost for unit in found) / num_chunks
+    costs = [0.0]
+    for before, unit in zip(found, found[1:]):
+        inside = before.block and before.block == unit.block
+        costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + (_BROKEN_BLOCK * mean if inside else 0.0))
+    return costs
+
+
+def _moved(unit: Unit, stage: int, homes: Mapping[str, int]) -> float:
+    return sum(_MOVED_PARAMETER * size for name, size in unit.parameters.items() if homes.get(name, stage) != stage)

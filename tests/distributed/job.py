@@ -1,0 +1,139 @@
+"""What the processes of the tests run: ``python job.py <task> [arguments] [+ <task> ...]``."""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import graphacc
+
+torch.set_num_threads(1)
+BATCH, LENGTH, VOCABULARY = 8, 16, 64
+
+
+def model(layers: int = 1) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=layers,
+        n_head=4,
+        resid_pdrop=0.1,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def compiled(strategy: str, layers: int = 1, **options):
+    net = graphacc.compile(model(layers), strategy=strategy, cache_dir=None, fast_compile=True, memory_plan="xla", **options)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def step(net, optimizer, number: int, part: slice = slice(None)) -> torch.Tensor:
+    rows = batch(number)[part]
+    loss = net(input_ids=rows, labels=rows).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def losses(*strategies: str, layers: int = 2) -> dict:
+    """Five steps under each strategy: losses, and the sum of the absolute values of the parameters then."""
+    found = {}
+    for strategy in strategies:
+        net, optimizer = compiled(strategy, layers)
+        values = [step(net, optimizer, number).item() for number in range(5)]
+        found[strategy] = {"losses": values, "parameters": float(sum(p.detach().double().abs().sum() for p in net.parameters()))}
+    return found
+
+
+def losses_of_parts(*strategies: str) -> dict:
+    """Where each process passes its own rows: losses, and a sum of the logits that depends on the order of the rows."""
+    graphacc.distributed.initialize()
+    rows = BATCH // graphacc.distributed.process_count()
+    first = rows * graphacc.distributed.process_index()
+    part, weights, found = slice(first, first + rows), torch.linspace(0, 1, BATCH).double()[:, None, None], {}
+    for strategy in strategies:
+        net, optimizer = compiled(strategy, batch="local")
+        values = [step(net, optimizer, number, part).item() for number in range(3)]
+        net.eval()
+        with torch.no_grad():
+            logits = net(input_ids=batch(3)[part]).logits.double()
+        found[strategy] = {"losses": values, "logits": (logits.abs() * weights).sum().item()}
+    return found
+
+
+def endless(directory: str) -> None:
+    """Train until the end of the world, or of another process; a file per process says that it has begun."""
+    net, optimizer = compiled("fsdp=8")
+    for number in range(100_000):
+        step(net, optimizer, number).item()
+        if number == 1:
+            open(os.path.join(directory, f"{graphacc.distributed.process_index()}"), "w").close()
+
+
+def failing() -> None:
+    """Process 1 has an error that nobody catches; process 0 goes on."""
+    net, optimizer = compiled("fsdp=8")
+    for number in range(100_000):
+        step(net, optimizer, number).item()
+        if number == 1 and graphacc.distributed.process_index() == 1:
+            raise RuntimeError("the data of this process are broken")
+
+
+def save(directory: str, steps: str, resume: str = "") -> dict:
+    """Train, from a checkpoint if there is one, and save."""
+    net, optimizer = compiled("dp=2,fsdp=4")
+    done = graphacc.load_checkpoint(resume, net, optimizer)["done"] if resume else 0
+    values = [step(net, optimizer, number).item() for number in range(done, done + int(steps))]
+    graphacc.save_checkpoint(directory, net, optimizer, extra={"done": done + int(steps)})
+    return {"losses": values, "done": done}
+
+
+def save_on_a_full_disk(directory: str) -> dict:
+    """Process 1 cannot write its part; all processes hear of it, and can go on."""
+    from graphacc.runtime import checkpoint_files
+
+    net, optimizer = compiled("fsdp=8")
+    step(net, optimizer, 0)
+    graphacc.save_checkpoint(directory, net, optimizer, extra={"version": 1})
+    before, message = checkpoint_files.flush, ""
+    if graphacc.distributed.process_index() == 1:
+        checkpoint_files.flush = _no_space
+    try:
+        graphacc.save_checkpoint(directory, net, optimizer, extra={"version": 2})
+    except (OSError, graphacc.CheckpointError) as error:
+        message = f"{type(error).__name__}: {error}"
+    checkpoint_files.flush = before
+    kept = graphacc.load_checkpoint(directory, net, optimizer)["version"]
+    graphacc.save_checkpoint(directory, net, optimizer, extra={"version": 3})
+    return {"message": message, "kept": kept, "loss": step(net, optimizer, 1).item()}
+
+
+def _no_space(file) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the tasks that a "+" separates; each prints one line."""
+    while arguments:
+        end = arguments.index("+") if "+" in arguments else len(arguments)
+        (task, *values), arguments = arguments[:end], arguments[end + 1 :]
+        print("result", json.dumps(globals()[task](*values)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,84 @@
+"""Starts the processes of a distributed test, each with four CPU devices, and collects what they print."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+_UNWANTED = ("XLA_FLAGS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "GRAPHACC_COORDINATOR", "GRAPHACC_TIMEOUT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def results(self) -> list:
+        """What the tasks of `job.py` gave."""
+        assert self.status == 0, self
+        return [json.loads(line.removeprefix("result ")) for line in self.out.splitlines() if line.startswith("result ")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def explicit_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    return {
+        "GRAPHACC_COORDINATOR": f"localhost:{port}",
+        "GRAPHACC_NUM_PROCESSES": str(count),
+        "GRAPHACC_PROCESS_ID": str(rank),
+    }
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that sets up its own devices, unlike those of the test session."""
+    kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)])
+    return kept | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1"} | variables
+
+
+def start(command: list[str], count: int = 2, variables=torchrun_variables, **more: str) -> list[subprocess.Popen]:
+    """Start Python with the same arguments in `count` processes."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**variables(rank, count, port), **more),
+        )
+        for rank in range(count)
+    ]
+
+
+def finish(started: list[subprocess.Popen], timeout: float = 240) -> list[Ended]:
+    """Wait for all; none is left behind."""
+    try:
+        results = [process.communicate(timeout=timeout) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [Ended(process.returncode, out, err) for process, (out, err) in zip(started, results)]

@@ -1,0 +1,131 @@
+"""Two processes of four CPU devices each, over Gloo, against this process with eight."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import job
+import pytest
+from processes import HERE, environment, explicit_variables, finish, start
+
+import graphacc
+from graphacc.errors import DistributedError, StrategyError
+
+JOB = str(HERE / "job.py")
+STRATEGIES = ("fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2")
+PARTS = ("fsdp=8", "tp=2")
+"""With each process's rows on its own devices; with all rows on the devices of both."""
+TIMEOUT = 5
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Two processes, started by torchrun's variables: losses, a save that fails, a checkpoint after three steps."""
+    folder = tmp_path_factory.mktemp("together")
+    tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full"), "+", "save", str(folder / "saved"), "3"]
+    return folder, finish(start([JOB, *tasks]))
+
+
+def test_losses_are_those_of_one_process(together):
+    _, ended = together
+    check_losses(ended, 0, job.losses(*STRATEGIES))
+
+
+def test_each_process_may_pass_its_own_rows(together):
+    _, ended = together
+    check_losses(ended, 1, job.losses_of_parts(*PARTS))
+
+
+def check_losses(ended, number: int, expected: dict) -> None:
+    """Both processes have the same results, and those of one process."""
+    first, second = (process.results[number] for process in ended)
+    assert first == second and list(first) == list(expected)
+    for strategy, values in expected.items():
+        for name, expected_value in values.items():
+            assert first[strategy][name] == pytest.approx(expected_value, rel=1e-6), (strategy, name)
+
+
+def test_a_save_that_fails_in_one_process_raises_in_both(together):
+    _, (first, second) = together
+    text = "OSError: [Errno 28] No space left on device"
+    assert first.results[2]["message"] == f"CheckpointError: process 1 could not save its part: {text}"
+    assert second.results[2]["message"] == text
+    assert first.results[2]["kept"] == second.results[2]["kept"] == 1
+    assert first.results[2]["loss"] == second.results[2]["loss"]
+
+
+def test_checkpoints_go_from_two_processes_to_one_and_back(together, tmp_path):
+    folder, ended = together
+    net, optimizer = job.compiled("dp=2,fsdp=4")
+    plain = [job.step(net, optimizer, number).item() for number in range(6)]
+    assert ended[0].results[3]["losses"] == pytest.approx(plain[:3], rel=1e-6)
+    one = job.save(str(tmp_path / "one"), "1", str(folder / "saved"))
+    assert (one["done"], one["losses"]) == (3, pytest.approx(plain[3:4], rel=1e-6))
+    for process in finish(start([JOB, "save", str(tmp_path / "two"), "2", str(tmp_path / "one")], variables=explicit_variables)):
+        assert (process.results[0]["done"], process.results[0]["losses"]) == (4, pytest.approx(plain[4:], rel=1e-6))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_stops_the_other(victim, tmp_path):
+    started = start([JOB, "endless", str(tmp_path)], GRAPHACC_TIMEOUT=str(TIMEOUT))
+    while len(list(tmp_path.iterdir())) < 2 and all(process.poll() is None for process in started):
+        time.sleep(0.1)
+    killed_at = time.monotonic()
+    started[victim].send_signal(signal.SIGKILL)
+    started[1 - victim].wait(4 * TIMEOUT)
+    seconds = time.monotonic() - killed_at
+    other = finish(started)[1 - victim]
+    assert seconds < TIMEOUT and other.status == 70, other
+    assert f"graphacc: process {1 - victim} stops: process {victim} " in other.err and "is gone" in other.err, other.err
+    assert "start all processes again from the last checkpoint" in other.err
+
+
+def test_a_process_that_stands_still_stops_the_other(tmp_path):
+    """As when a machine or its network fails: nothing closes the connection."""
+    started = start([JOB, "endless", str(tmp_path)], GRAPHACC_TIMEOUT=str(TIMEOUT))
+    while len(list(tmp_path.iterdir())) < 2 and all(process.poll() is None for process in started):
+        time.sleep(0.1)
+    stopped_at = time.monotonic()
+    started[1].send_signal(signal.SIGSTOP)
+    started[0].wait(4 * TIMEOUT)
+    seconds = time.monotonic() - stopped_at
+    started[1].kill()
+    first = finish(started)[0]
+    assert TIMEOUT - 2 < seconds < 2 * TIMEOUT and first.status == 70, (seconds, first)
+    assert "has not been heard of for" in first.err
+
+
+def test_an_error_in_one_process_stops_the_other():
+    first, second = finish(start([JOB, "failing"]))
+    assert (first.status, second.status) == (70, 1), (first, second)
+    assert "failed with RuntimeError: the data of this process are broken" in first.err
+    assert "RuntimeError: the data of this process are broken" in second.err
+
+
+def test_the_example_under_torchrun(tmp_path):
+    """A real torchrun; process 0 alone prints."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "graphacc.examples.train_gpt"]
+    small = "--steps 3 --batch 8 --length 32 --layers 2 --hidden 32 --heads 4".split()
+    result = subprocess.run(
+        [*run, *small, "--json", str(tmp_path / "two.json")], capture_output=True, text=True, env=environment(), timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert len([line for line in lines if line.startswith("loss: ")]) == 1 and lines[0].startswith("strategy: fsdp=8 on 8 devices"), lines
+    assert len(json.loads((tmp_path / "two.json").read_text())["losses"]) == 3
+
+
+def test_parts_are_refused_with_microbatches():
+    with pytest.raises(StrategyError, match='batch="local" with microbatches=2'):
+        graphacc.compile(job.model(), strategy="fsdp=8,microbatches=2", batch="local")
+
+
+def test_joining_after_jax_has_started_is_refused(monkeypatch):
+    jax.devices()
+    for name, value in explicit_variables(0, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedError, match="process 0 of 2, but JAX was used before they were joined"):
+        graphacc.compile(job.model())

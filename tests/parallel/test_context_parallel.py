@@ -1,0 +1,96 @@
+"""Context parallelism, by all-to-all of heads (Ulysses) and around the ring: parity, communication, errors."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from training import assert_parity, batches_of, check_parity, compiled, train
+
+import graphacc
+from graphacc.errors import StrategyError
+from graphacc.report import communication
+
+TOKENS = 8 * zoo.SEQ
+HEADS = TOKENS * zoo.HIDDEN * 4 // 2  # bytes of a rank's part of [B, H, T, D] in fp32, cp=2
+
+
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "t5"])
+def test_training_equals_plain_pytorch(name, context):
+    check_parity(name, f"cp=2,context={context}")
+
+
+@pytest.mark.parametrize("strategy", ["cp=4,context=ring", "fsdp=2,cp=2,context=ring", "cp=2,tp=2,sequence_parallel=true"])
+def test_more_ranks_and_other_axes(strategy):
+    check_parity("llama", strategy)
+
+
+def test_bidirectional_attention_with_padding_goes_around_the_ring():
+    """BERT: the segments that stand for its padding travel with the keys."""
+    model = check_parity("bert", "cp=2,context=ring")
+    assert communication(model).select("all-to-all").count == 0
+    assert communication(model).select("collective-permute", "cp").count > 0
+
+
+def test_ulysses_exchanges_four_times_per_layer_and_direction():
+    """Jacobs et al., section 3: query, key, value and output; nothing of the activations' size is gathered or summed."""
+    model = check_parity("gpt2", "cp=2")
+    exchanged = [size for item in communication(model).select("all-to-all", "cp").collectives for size in item.tensor_bytes]
+    assert exchanged == [HEADS] * 8 * zoo.LAYERS
+    weights = max(parameter.numel() for parameter in model.parameters()) * 4
+    assert all(size <= TOKENS * 8 for item in communication(model).select("all-gather").collectives for size in item.tensor_bytes)
+    assert all(size <= weights for item in communication(model).select("all-reduce").collectives for size in item.tensor_bytes)
+
+
+def test_the_ring_sends_only_to_neighbours():
+    """Liu et al., section 3: keys and values travel n - 1 times, and their gradients n times.
+
+    Dealing out or collecting a tensor sends half of it (of two ranks, each keeps its first chunk): query, key, value and output
+    forward; the output and its gradient, and the gradients of query, key and value backward. What the forward dealt and turned,
+    XLA keeps for the backward.
+    """
+    model = check_parity("gpt2", "cp=2,context=ring")
+    found = communication(model)
+    assert found.select("all-to-all").count == 0
+    assert all(size <= TOKENS * 8 for item in found.select("all-gather").collectives for size in item.tensor_bytes)
+    per_layer = found.select("collective-permute", "cp").size_bytes / zoo.LAYERS / HEADS
+    log_sum_exp = 2 * (1 / 8) / 2  # collected forward and dealt backward; the head size is 8
+    assert per_layer == pytest.approx(4 / 2 + 2 + 2 / 2 + 3 / 2 + 4 + log_sum_exp)
+
+
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+def test_dropout_in_attention(context):
+    config = zoo.transformers.GPT2Config(
+        vocab_size=zoo.VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=32, use_cache=False, bos_token_id=0, eos_token_id=0
+    )  # 0.1 everywhere
+    torch.manual_seed(0)
+    model = zoo.transformers.GPT2LMHeadModel(config).train()
+    other, batches = copy.deepcopy(model), batches_of("gpt2", 3)
+    expected = train(compiled(model, None, seed=7), batches)
+    assert train(compiled(other, f"cp=4,context={context}", seed=7), batches) == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_window_takes_the_exchange_of_heads():
+    """A sliding window says something about positions that a block of the ring does not know."""
+    config = zoo.transformers.MistralConfig(**zoo._DECODER, sliding_window=5, attn_implementation="sdpa")
+    model = zoo.condition(zoo.transformers.MistralForCausalLM(config))
+    reference, batches = copy.deepcopy(model), batches_of("llama", 2)
+    expected = train(reference, batches)
+    model = compiled(model, "cp=2,context=ring")
+    assert_parity(reference, model, expected, train(model, batches))
+    assert communication(model).select("all-to-all", "cp").count > 0
+
+
+def test_a_sequence_that_does_not_divide():
+    model, _ = zoo.MODELS["gpt2"]()
+    model = compiled(model, "cp=3")
+    with pytest.raises(StrategyError, match="cp=3 splits the sequence of the batch, but no batch input has a sequence that 3 divides"):
+        train(model, batches_of("gpt2", 1))
+
+
+def test_ring_and_sequence_parallelism_exclude_each_other():
+    with pytest.raises(StrategyError, match="context='ring' needs contiguous blocks"):
+        graphacc.Strategy(tp=2, cp=2, sequence_parallel=True, context="ring")
+    with pytest.raises(StrategyError, match="context='star' is unknown: choose one of ulysses, ring"):
+        graphacc.Strategy(cp=2, context="star")

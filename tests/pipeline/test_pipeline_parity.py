@@ -1,0 +1,63 @@
+"""Training under a pipeline gives what plain PyTorch gives that accumulates over the same microbatches.
+
+A covering choice: every schedule, two and four stages, every model family, and pipelines combined with dp, fsdp and tp.
+"""
+
+import pytest
+import torch
+import zoo
+from pipelines import batches_of, check_pipeline, compiled, with_layers
+
+from graphacc.graph import Kind
+
+CASES = [
+    ("gpt2", 2, "pp=2,microbatches=4,schedule=gpipe"),
+    ("gpt2", 4, "pp=4,microbatches=4,schedule=zb-h1"),
+    ("llama", 4, "pp=2,microbatches=4,schedule=interleaved,chunks=2"),
+    ("qwen3_moe", 2, "pp=2,microbatches=4,schedule=zb-h1"),
+    ("t5", 2, "pp=2,microbatches=4"),
+    ("vit", 2, "pp=2,microbatches=4"),
+    ("bert", 2, "pp=2,microbatches=4"),
+    ("resnet", 2, "pp=2,microbatches=4"),
+    ("tied_mlp", 2, "pp=2,microbatches=4,schedule=zb-h1"),
+]
+
+
+@pytest.mark.parametrize(("name", "layers", "strategy"), CASES, ids=[f"{name}-{strategy}" for name, _, strategy in CASES])
+def test_parity(name, layers, strategy):
+    check_pipeline(with_layers(name, layers), batches_of(name), strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("gpt2", "pp=2,fsdp=2,microbatches=4,schedule=zb-h1"),
+        ("llama", "pp=2,dp=2,fsdp=2,microbatches=2"),
+    ],
+)
+def test_parity_with_data_axes_and_clipping(name, strategy):
+    model = check_pipeline(with_layers(name, 2), batches_of(name, 3, 16), strategy, max_norm=0.5)
+    grads = next(c for c in model._graphacc_engine.programs._by_key.values() if c.kind == "grad")
+    activation = 16 // model.strategy.microbatches * zoo.SEQ * zoo.HIDDEN * 4
+    assert grads.transfer_bytes == {(0, 1): activation, (1, 0): activation}, "no gathered parameter crosses"
+    update = [c.graph for c in model.programs if c.kind.startswith("update")]
+    sent = [item for graph in update for item in graph.outputs if item.kind is Kind.CROSS]
+    assert len(sent) <= 4 and all(len(item.shape) == 1 for item in sent), (
+        "clipping sends one vector of norms, and the scale back"
+    )
+
+
+def test_bf16_trains_close_to_one_device():
+    strategy = "pp=2,microbatches=4"
+    one = compiled(with_layers("tied_mlp", 2), "microbatches=4", precision="bf16")
+    two = compiled(with_layers("tied_mlp", 2), strategy, precision="bf16")
+    losses = []
+    for model in (one, two):
+        optimizer = zoo.adamw(model)
+        for batch in batches_of("tied_mlp", 2):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+    assert torch.allclose(torch.stack(losses[:2]), torch.stack(losses[2:]), rtol=2e-3)
