@@ -177,7 +177,7 @@ def _pins(model: nn.Module, annotations: Annotations, strategy: Strategy) -> dic
     first |= {parameter: name for name, parameter in model.named_parameters()}
     aliases = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False) if first[parameter] != name}
     shapes = {name: tuple(parameter.shape) for parameter, name in first.items()}
-    return pinned_parameters({**annotated(model), **annotations}, shapes, aliases, strategy)
+    return pinned_parameters(annotations, annotated(model), shapes, aliases, strategy)
 
 
 def _choose_strategy(strategy: Strategy | str | None, devices: int | None, precision: str | None) -> Strategy:

@@ -83,7 +83,9 @@ def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_
 
     def run(step: StepGraph, log: Log) -> StepGraph:
         resolve = _sequence_split(step, strategy, batch_dims)
-        layouts = tensor_parallel_layouts(step, _with_replicas(step, splits), resolve, sequence_parallel=strategy.sequence_parallel)
+        layouts = tensor_parallel_layouts(
+            step, _with_replicas(step, splits), resolve, num_ranks=strategy.tp, sequence_parallel=strategy.sequence_parallel
+        )
         result, log.details = partition(
             step, "tp", strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
         )

@@ -31,12 +31,17 @@ Annotations = Mapping[str, Iterable]  # pattern of parameter names -> P
 
 
 def pinned_parameters(
-    annotations: Annotations, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], strategy: Strategy
+    annotations: Annotations,
+    marked: Mapping[str, P],
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+    strategy: Strategy,
 ) -> dict[str, P]:
     """The pin of every annotated parameter, by its first name.
 
     Args:
         annotations: pattern (as in `fnmatch`, matched against every name of a parameter) -> spec.
+        marked: name of a parameter -> the spec that `graphacc.mark_sharding` gave it.
         shapes: first name of every parameter -> its global shape.
         aliases: other name of a tied parameter -> its first name.
 
@@ -47,23 +52,21 @@ def pinned_parameters(
     problems: list[str] = []
     pins: dict[str, dict[P, list[str]]] = {}
     names = {**{name: name for name in shapes}, **aliases}
-    for pattern, entries in annotations.items():
-        spec = _checked(pattern, entries, problems)
-        matched = sorted({names[name] for name in fnmatch.filter(names, pattern)})
-        if not matched:
-            problems.append(_unmatched(pattern, names))
-        if spec is None:
-            continue
-        for name in matched:
+    asked = [(repr(pattern), fnmatch.filter(names, pattern), entries) for pattern, entries in annotations.items()]
+    asked += [(f"mark_sharding on {name!r}", [name], spec) for name, spec in marked.items()]
+    problems += [_unmatched(pattern, names) for pattern in annotations if not fnmatch.filter(names, pattern)]
+    for source, matched, entries in asked:
+        spec = _checked(source, entries, problems)
+        for name in sorted({names[name] for name in matched}) if spec is not None else ():
             if (problem := misfit(spec, shapes[name], strategy)) is not None:
-                problems.append(f"{pattern!r} on {name!r}: {problem}")
-            pins.setdefault(name, {}).setdefault(_trimmed(spec), []).append(pattern)
+                problems.append(f"{source} on {name!r}: {problem}")
+            pins.setdefault(name, {}).setdefault(_trimmed(spec), []).append(source)
     for name, found in pins.items():
         if len(found) > 1:
             tied = [other for other, first in aliases.items() if first == name]
             also = f" (tied to {', '.join(tied)})" if tied else ""
-            asked = " and ".join(f"{spec!r} by {', '.join(map(repr, patterns))}" for spec, patterns in found.items())
-            problems.append(f"{name!r}{also} is pinned to {asked}: keep one")
+            which = " and ".join(f"{spec!r} by {', '.join(sources)}" for spec, sources in found.items())
+            problems.append(f"{name!r}{also} is pinned to {which}: keep one")
     if problems:
         raise StrategyError("the annotations cannot be followed:\n" + "\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
     return {name: next(iter(found)) for name, found in pins.items()}
@@ -76,11 +79,11 @@ def _trimmed(spec: P) -> P:
     return P(*entries)
 
 
-def _checked(pattern: str, entries: Iterable, problems: list[str]) -> P | None:
+def _checked(source: str, entries: Iterable, problems: list[str]) -> P | None:
     try:
         return checked_spec(entries)
     except StrategyError as error:
-        problems.append(f"{pattern!r}: {error}")
+        problems.append(f"{source}: {error}")
         return None
 
 

@@ -61,7 +61,7 @@ def find_tensor_parallel(step: StepGraph, num_ranks: int, pinned: Mapping[str, P
     """
     refused: dict[str, str] = {}
     outers: dict[str, int] = {}
-    pinned = {**_marked_parameters(step), **pinned}
+    pinned = {**_marked_parameters(step, num_ranks, pinned), **pinned}
     check_heads(step, num_ranks)
     for _ in range(_MAX_TRIALS):
         trial = _Trial(step, num_ranks, pinned, refused, outers)
@@ -87,11 +87,19 @@ def pinned_placements(annotations: Mapping[str, Iterable[str | None]], axis: str
     return {name: Split(found[0]) if found else REPLICATED for name, found in dims.items()}
 
 
-def _marked_parameters(step: StepGraph) -> dict[str, Placement]:
+def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Placement]) -> dict[str, Placement]:
     """Parameters that the model's code hands to `graphacc.mark_sharding` itself."""
     items = {node: item.target for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
-    placements = _marked(step, "tp")
-    return {items[node.args[0]]: placements[node.name] for node in step.graph.nodes if node.name in placements and node.args[0] in items}
+    placements = _marked(step, "tp", num_ranks)
+    found: dict[str, Placement] = {}
+    for node in step.graph.nodes:
+        if node.name in placements and node.args[0] in items:
+            name, placement = items[node.args[0]], placements[node.name]
+            if pinned.get(name, found.get(name, placement)) != placement:
+                where = source_line(node.meta.get("stack_trace"))
+                raise StrategyError(f"{name!r} is marked as {placement} at {where}, and pinned to another sharding elsewhere: keep one")
+            found[name] = placement
+    return found
 
 
 class _Trial(Partitioner):
@@ -331,7 +339,12 @@ class Layouts:
 
 
 def tensor_parallel_layouts(
-    step: StepGraph, splits: Mapping[str, Split], resolve: Callable[[tuple[int, ...]], Split | None], *, sequence_parallel: bool
+    step: StepGraph,
+    splits: Mapping[str, Split],
+    resolve: Callable[[tuple[int, ...]], Split | None],
+    *,
+    num_ranks: int,
+    sequence_parallel: bool,
 ) -> Layouts:
     """Parameters, their gradients and optimizer state lie alike."""
     shapes = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
@@ -344,7 +357,7 @@ def tensor_parallel_layouts(
     return Layouts(
         inputs={item.name: split for item in step.inputs if (split := split_of(item)) is not None},
         outputs={(item.kind, item.target): split_of(item) or REPLICATED for item in step.outputs if item.kind is Kind.GRAD},
-        pins=_table_gradients(step, splits) | _marked(step, "tp"),
+        pins=_table_gradients(step, splits) | _marked(step, "tp", num_ranks),
         model_parallel=ModelParallel(resolve=resolve, gathers_sequences=sequence_parallel),
     )
 
@@ -369,10 +382,23 @@ def _table_gradients(step: StepGraph, splits: Mapping[str, Split]) -> dict[str, 
     }
 
 
-def _marked(step: StepGraph, axis: str) -> dict[str, Placement]:
-    """The placements that the model's code asks for with `graphacc.mark_sharding`."""
-    marks = {node.name: node.args[1].split(",") for node in step.graph.nodes if node.target is torch.ops.graphacc.mark_sharding.default}
-    return pinned_placements(marks, axis)
+def _marked(step: StepGraph, axis: str, num_ranks: int) -> dict[str, Placement]:
+    """The placements that the model's code asks for with `graphacc.mark_sharding`.
+
+    Raises:
+        StrategyError: `num_ranks` does not divide the dim that is to be split.
+    """
+    nodes = {node.name: node for node in step.graph.nodes if node.target is torch.ops.graphacc.mark_sharding.default}
+    placements = pinned_placements({name: node.args[1].split(",") for name, node in nodes.items()}, axis)
+    for name, placement in placements.items():
+        shape = tuple(nodes[name].meta["val"].shape)
+        if isinstance(placement, Split) and not divides(shape, placement, num_ranks):
+            where = source_line(nodes[name].meta.get("stack_trace")) or nodes[name].meta.get("module_path")
+            raise StrategyError(
+                f"mark_sharding at {where}: {axis}={num_ranks} does not divide dim {placement.dim} of shape {list(shape)}: "
+                f"split another dim, or choose {axis} out of the divisors of {shape[placement.dim]}"
+            )
+    return placements
 
 
 def sequence_split(batch_size: int, num_ranks: int) -> Callable[[tuple[int, ...]], Split | None]:

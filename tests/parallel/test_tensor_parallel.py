@@ -178,7 +178,7 @@ def test_mark_sharding_on_parameters_and_activations():
         ({"*.q_proj.weight": ("fsdp", None)}, "'fsdp' cannot be annotated"),
         ({"*.q_proj.weight": "tp"}, "is no sharding"),
         ({"model.norm.weight": (None, "tp")}, "has 2 entries"),
-        ({"*.q_proj.weight": ("tp", None), "*.layers.0.*.weight": (None, "tp")}, "is pinned to P('tp') by '*.q_proj.weight' and P(None, 'tp') by"),
+        ({"*.q_proj.weight": ("tp", None), "*.layers.0.*.weight": (None, "tp")}, "is pinned to P('tp') by '*.q_proj.weight' and P(None, 'tp') by '*.layers.0.*.weight': keep one"),
     ],
 )
 def test_annotations_that_cannot_be_followed(annotations, message):
@@ -193,6 +193,22 @@ def test_all_problems_of_annotations_are_reported_together():
     with pytest.raises(StrategyError) as error:
         compiled(model, "tp=2", annotations={"nothing": ("tp",), "*wte*": ("tp", "tp"), "lm_head.weight": (None, None, "tp")})
     assert all(text in str(error.value) for text in ("'nothing' matches no", "twice", "has 3 entries"))
+
+
+def test_marks_that_cannot_be_followed():
+    model, _ = zoo.MODELS["llama"]()
+    graphacc.mark_sharding(model.model.layers[0].self_attn.q_proj.weight, graphacc.P(None, "tp"))
+    with pytest.raises(StrategyError) as error:
+        compiled(model, "tp=2", annotations={"*.0.self_attn.q_proj.weight": graphacc.P("tp")})
+    assert "P('tp') by '*.0.self_attn.q_proj.weight' and P(None, 'tp') by mark_sharding on 'model.layers.0.self_attn.q_proj.weight'" in str(error.value)
+
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return zoo.Output((graphacc.mark_sharding(super().forward(x), graphacc.P(None, "tp")) ** 2).mean(), None)
+
+    model = compiled(Odd(4, 5), "tp=2")
+    with pytest.raises(StrategyError, match=r"mark_sharding at .*test_tensor_parallel.py:\d+: tp=2 does not divide dim 1 of shape \[8, 5\]"):
+        train(model, [dict(x=torch.randn(8, 4))])
 
 
 # Errors and randomness
