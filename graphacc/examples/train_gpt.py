@@ -185,7 +185,7 @@ def result(model, progress: Progress, seconds: float, tokens_per_second: float, 
         "median_step_seconds": seconds,
         "tokens_per_second": tokens_per_second,
         "memory": dataclasses.asdict(memory),
-        "strategy": str(model.strategy),
+        "strategy": str(model.strategy.plain),
         "devices": model.strategy.num_devices,
     }
 

@@ -51,4 +51,4 @@ class StrategyInForce(Strategy):
             return str(self.plain)
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
-        return "\n".join([str(self.plain) or "one device", *lines])
+        return "\n".join([str(self.plain), *lines])

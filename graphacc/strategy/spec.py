@@ -94,14 +94,14 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Read ``"dp=2,fsdp=4,zero=3"``, the form of the command line.
+        """Read ``"dp=2,fsdp=4,zero=3"``, the form of the command line; lines after the first (``str(model.strategy)``) are skipped.
 
         Raises:
             StrategyError: an unknown field (the known ones are listed) or a value that is no number.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
+        for part in filter(None, (part.strip() for part in text.partition("\n")[0].split(","))):
             name, equals, value = part.partition("=")
             if not equals or name not in known:
                 raise StrategyError(f"strategy {text!r}: {part!r} sets no known field; write name=value with a name out of {', '.join(known)}")

@@ -116,7 +116,7 @@ def test_a_fused_projection_is_split_by_heads():
     decision = spec_of(model, "transformer.h.0.attn.c_attn.weight")
     assert (decision.spec, decision.decided_by) == ("fsdp, tp", "policy, default")
     assert "transformer.h.0.attn.c_attn.weight" in str(model.strategy)
-    assert model.strategy == graphacc.Strategy(fsdp=2, tp=2)
+    assert model.strategy == graphacc.Strategy(fsdp=2, tp=2) == graphacc.Strategy.parse(str(model.strategy))
 
 
 def test_grouped_heads_with_fewer_key_heads_than_ranks():
