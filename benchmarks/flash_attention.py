@@ -5,7 +5,8 @@
 Forward and backward of one call in fp32, batch 1, as many heads as keep the work of the shorter lengths measurable. All rows of a
 configuration run in turn in every round; the table has the fastest round and the median of the rounds' ratios to torch. Peak memory is
 what the process's resident set grows by from before the call, with its inputs and output gradient in place, to its peak
-(Linux: VmHWM, reset through /proc/self/clear_refs). The unfused attention is left out above --unfused tokens, where
+(Linux: VmHWM, reset through /proc/self/clear_refs), in MB and in sizes of one input [1, heads, T, D]: memory is linear in T where
+that stays the same while T grows. The unfused attention is left out above --unfused tokens, where
 its [T, T] tensors take gigabytes.
 """
 
@@ -110,20 +111,22 @@ def main() -> None:
     torch.manual_seed(0)
     versions = f"torch {torch.__version__}, jax {jax.__version__}"
     print(f"{versions}, {options.threads} threads, {options.rounds} rounds; fp32, forward and backward")
-    print(f"{'T':>6} {'D':>4} {'heads':>5} {'causal':>6} {'':12} {'ms':>9} {'x torch':>8} {'peak MB':>8}")
+    print(f"{'T':>6} {'D':>4} {'heads':>5} {'causal':>6} {'':12} {'ms':>9} {'x torch':>8} {'peak MB':>8} {'inputs':>7}")
     results = []
     for length in map(int, options.lengths.split(",")):
         for dim in map(int, options.dims.split(",")):
             for causal in (False, True):
                 seconds, memory = measure(rows_of(length, dim, causal))
+                heads = HEADS.get(length, 2)
+                input_bytes = heads * length * dim * 4
                 for name, times in seconds.items():
                     ratio = statistics.median(a / b for a, b in zip(times, seconds["torch"], strict=True))
                     print(
-                        f"{length:6} {dim:4} {HEADS.get(length, 2):5} {'yes' if causal else 'no':>6} {name:12} {min(times) * 1e3:9.2f} "
-                        f"{ratio:8.2f} {memory[name] / 1e6:8.1f}",
+                        f"{length:6} {dim:4} {heads:5} {'yes' if causal else 'no':>6} {name:12} {min(times) * 1e3:9.2f} "
+                        f"{ratio:8.2f} {memory[name] / 1e6:8.1f} {memory[name] / input_bytes:7.1f}",
                         flush=True,
                     )
-                    result = {"T": length, "D": dim, "causal": causal, "name": name, "seconds": times}
+                    result = {"T": length, "D": dim, "heads": heads, "causal": causal, "name": name, "seconds": times}
                     results.append(result | {"ratio": ratio, "peak_bytes": memory[name]})
     worst = max(result["ratio"] for result in results if result["name"] == "graphacc")
     print(f"{'reached' if worst <= 1 else 'MISSED'}: graphacc is at most {worst:.2f} x torch's time, goal 1.00")

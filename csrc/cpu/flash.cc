@@ -1,6 +1,7 @@
 // gacc_flash_forward and gacc_flash_backward: check their arguments, cut the work into tasks and hand them to the kernels.
 #include "flash.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -12,7 +13,8 @@
 namespace {
 
 using gacc::fail;
-using gacc::flash_tile;
+using gacc::key_tile;
+using gacc::query_tile;
 using gacc::round_up;
 
 constexpr int64_t max_length = int64_t{1} << 30;  // positions are compared in 32 bits
@@ -29,7 +31,7 @@ Buffer allocate(int64_t floats) {
   return buffer;
 }
 
-// Forward tasks are short, so each thread keeps its scratch memory (below a megabyte) from one to the next.
+// Forward tasks are short, so each thread keeps its scratch memory (about a megabyte at most) from one to the next.
 float* forward_scratch(int64_t floats) {
   thread_local Buffer buffer;
   thread_local int64_t size = 0;
@@ -70,13 +72,20 @@ int check(const gacc_attention* at, int32_t num_threads) {
 
 namespace gacc {
 
+// A tile's rows of keys and values, each 16 columns wider, or of its queries and one more.
+static int64_t row_buffers(int64_t dim, int64_t value_dim) {
+  return std::max(key_tile * (dim + value_dim + 32), (query_tile + 1) * std::max(dim, value_dim));
+}
+
 int64_t flash_forward_scratch(const gacc_attention& at) {
-  return flash_tile * (2 * round_up(at.head_dim, 16) + 2 * round_up(at.value_dim, 16) + flash_tile);
+  const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16);
+  return query_tile * (dim + value_dim + key_tile) + row_buffers(dim, value_dim);
 }
 
 int64_t flash_backward_scratch(const gacc_attention& at) {
   const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16);
-  return round_up(at.kv_len, 4) * (dim + value_dim) + flash_tile * (4 * dim + 3 * value_dim + 2 * flash_tile);
+  const int64_t tiles = query_tile * (3 * dim + 2 * value_dim + 2 * key_tile) + row_buffers(dim, value_dim);
+  return round_up(at.kv_len, key_tile) * (dim + value_dim) + tiles;
 }
 
 }  // namespace gacc
@@ -85,11 +94,12 @@ int32_t gacc_flash_forward(const gacc_attention* attention, void* out, float* ls
   const gacc::FlashKernels* kernels = gacc::find_flash_kernels(isa);
   if (!kernels || check(attention, num_threads)) return -1;
   const gacc_attention& at = *attention;
-  const int64_t tiles = (at.q_len + flash_tile - 1) / flash_tile;
+  const int64_t tiles = (at.q_len + query_tile - 1) / query_tile;
   return gacc::run_parallel(at.batch * at.heads * tiles, num_threads, [&](int64_t task) {
     const int64_t head = task / tiles;
     float* scratch = forward_scratch(gacc::flash_forward_scratch(at));
-    kernels->forward(at, head / at.heads, head % at.heads, task % tiles, out, lse, scratch);
+    const int64_t tile = tiles - 1 - task % tiles;  // the last tiles see the most keys under a causal mask, and go first
+    kernels->forward(at, head / at.heads, head % at.heads, tile, out, lse, scratch);
   });
 }
 

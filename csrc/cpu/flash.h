@@ -10,7 +10,7 @@
 
 namespace gacc {
 
-constexpr int64_t flash_tile = 64;  // queries and keys per tile
+constexpr int64_t query_tile = 128, key_tile = 96;  // queries and keys per tile of scores
 
 static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

@@ -1,8 +1,9 @@
 // Compiled several times, with GACC_ISA naming the instruction set; as in kernels.cc, no C++ header is included and
 // everything is in an unnamed namespace.
 //
-// A tile of scores is kept transposed, [keys][queries], with the queries in the lanes of the vectors: maxima and sums over the keys
-// are then vertical, and each of the products below is one call of `multiply`, which reads its left factor in any strides.
+// A tile of scores is kept transposed, [keys][queries] in panels, with the queries in the lanes of the vectors: maxima and sums over
+// the keys are then vertical. The right factors of all products are in panels, packed once per tile of queries; keys beyond a causal
+// bound are left out panel by panel.
 #include "flash_math.h"
 
 namespace {
@@ -16,17 +17,39 @@ struct Tile {
   const gacc_attention& at;
   int64_t batch, head, query, num_queries, key = 0, num_keys = 0;
 
+  Tile(const gacc_attention& at, int64_t batch, int64_t head, int64_t query)
+      : at(at), batch(batch), head(head), query(query), num_queries(smaller(query_tile, at.q_len - query)) {}
+
+  void move_to(int64_t first) {
+    key = first;
+    num_keys = smaller(key_tile, last_key() - first);
+  }
+  // The sizes of the matrices, with zeros beyond the queries and keys.
+  int64_t padded_queries() const { return round_up(num_queries, panel); }
+  int64_t padded_keys() const { return round_up(num_keys, rows); }
+
   // The keys that some query of the tile may see: [first_key, last_key).
   int64_t first_key() const {
     const int64_t first = at.left < 0 ? 0 : query - at.left;
-    return first <= 0 ? 0 : first / flash_tile * flash_tile;
+    return first <= 0 ? 0 : first / key_tile * key_tile;
   }
   int64_t last_key() const {
     const int64_t last = at.right < 0 ? at.kv_len : query + num_queries + at.right;
     return last < at.kv_len ? last : at.kv_len;
   }
-  bool inside_band() const {
-    return (at.right < 0 || key + num_keys - 1 <= query + at.right) && (at.left < 0 || key >= query + num_queries - 1 - at.left);
+  // Of the tile's keys, how many come before the first that queries [t, t + panel) of the tile may not see.
+  int64_t visible(int64_t t) const {
+    const int64_t count = at.right < 0 ? num_keys : smaller(num_keys, query + t + panel + at.right - key);
+    return count < 0 ? 0 : count;
+  }
+  // How many queries come before the first that sees one of the tile's keys, in whole panels.
+  int64_t hidden() const {
+    int64_t t = 0;
+    while (t < num_queries && !visible(t)) t += panel;
+    return t;
+  }
+  bool inside_band(int64_t t) const {
+    return (at.right < 0 || key + num_keys - 1 <= query + t + at.right) && (at.left < 0 || key >= query + t + panel - 1 - at.left);
   }
   int64_t kv_head() const { return head / (at.heads / at.kv_heads); }
   int64_t query_row(int64_t t) const { return (batch * at.heads + head) * at.q_len + t; }
@@ -37,10 +60,19 @@ struct Tile {
   }
 };
 
-void add_bias(const Tile& tile, float* scores) {
-  for (int64_t t = 0; t < tile.num_queries; ++t) {
+// Calls visit(pointer to `lanes` scores, first query, key) for the visible scores of queries [first, first + panel).
+template <typename Visit>
+inline void for_each(const Tile& tile, int64_t first, float* scores, const Visit& visit) {
+  for (int64_t s = 0, visible = tile.visible(first); s < visible; ++s) {
+    for (int64_t t = first; t < first + panel; t += lanes, scores += lanes) visit(scores, t, s);
+  }
+}
+
+void add_bias(const Tile& tile, int64_t first, float* scores) {
+  const int64_t visible = tile.visible(first), stride = tile.at.bias_strides[3];
+  for (int64_t t = first; t < smaller(first + panel, tile.num_queries); ++t) {
     const float* bias = tile.at.bias + tile.bias_at(tile.query + t, tile.key);
-    for (int64_t s = 0; s < tile.num_keys; ++s) scores[s * flash_tile + t] += bias[s * tile.at.bias_strides[3]];
+    for (int64_t s = 0; s < visible; ++s) scores[s * panel + t - first] += bias[s * stride];
   }
 }
 
@@ -50,38 +82,33 @@ inline Ints iota(int32_t first) {
   return value;
 }
 
-void mask_band(const Tile& tile, float* scores) {
+void mask_band(const Tile& tile, int64_t first, float* scores) {
   const int64_t far = int64_t{1} << 30;  // positions fit into 30 bits (checked by the caller)
   const int32_t left = static_cast<int32_t>(tile.at.left < 0 || tile.at.left > far ? far : tile.at.left);
   const int32_t right = static_cast<int32_t>(tile.at.right < 0 || tile.at.right > far ? far : tile.at.right);
-  for (int64_t s = 0; s < tile.num_keys; ++s) {
-    for (int64_t t = 0; t < flash_tile; t += lanes) {
-      const Ints ahead = static_cast<int32_t>(tile.key + s) - iota(static_cast<int32_t>(tile.query + t));
-      float* at = scores + s * flash_tile + t;
-      store(at, ((ahead <= right) & (ahead >= -left)) ? load(at) : splat(-infinity));
-    }
-  }
+  for_each(tile, first, scores, [&](float* score, int64_t t, int64_t s) {
+    const Ints ahead = static_cast<int32_t>(tile.key + s) - iota(static_cast<int32_t>(tile.query + t));
+    store(score, ((ahead <= right) & (ahead >= -left)) ? load(score) : splat(-infinity));
+  });
 }
 
-void mask_segments(const Tile& tile, float* scores) {
-  alignas(64) int32_t queries[flash_tile] = {};
-  for (int64_t t = 0; t < tile.num_queries; ++t) queries[t] = tile.at.q_segments[tile.batch * tile.at.q_len + tile.query + t];
-  for (int64_t s = 0; s < tile.num_keys; ++s) {
-    const int32_t segment = tile.at.kv_segments[tile.batch * tile.at.kv_len + tile.key + s];
-    for (int64_t t = 0; t < flash_tile; t += lanes) {
-      float* at = scores + s * flash_tile + t;
-      store(at, *reinterpret_cast<const Ints*>(queries + t) == segment ? load(at) : splat(-infinity));
-    }
-  }
+void mask_segments(const Tile& tile, int64_t first, float* scores) {
+  alignas(64) int32_t queries[panel] = {};
+  const int64_t end = smaller(first + panel, tile.num_queries);
+  for (int64_t t = first; t < end; ++t) queries[t - first] = tile.at.q_segments[tile.batch * tile.at.q_len + tile.query + t];
+  const int32_t* keys = tile.at.kv_segments + tile.batch * tile.at.kv_len + tile.key;
+  for_each(tile, first, scores, [&](float* score, int64_t t, int64_t s) {
+    store(score, *reinterpret_cast<const Ints*>(queries + t - first) == keys[s] ? load(score) : splat(-infinity));
+  });
 }
 
-// Scores [num_keys][flash_tile] of the tile, with masked positions at -infinity. `queries` are scaled, [head_dim][flash_tile].
-void score(const Tile& tile, const float* keys, int64_t padded, const float* queries, float* scores) {
-  multiply<false>(round_up(tile.num_keys, rows), flash_tile, tile.at.head_dim, keys, padded, 1, queries, flash_tile, scores,
-                  flash_tile);
-  if (tile.at.bias) add_bias(tile, scores);
-  if (!tile.inside_band()) mask_band(tile, scores);
-  if (tile.at.q_segments) mask_segments(tile, scores);
+// The visible scores of queries [first, first + panel), with masked ones at -infinity. `queries` are scaled, [dim][queries].
+void score(const Tile& tile, int64_t first, const Rows& keys, const Panels& queries, float* scores) {
+  const int64_t dim = queries.height, count = round_up(tile.visible(first), rows);
+  multiply<wide, false, false>(count, Left(keys, dim), dim, queries.at(first), scores);
+  if (tile.at.bias) add_bias(tile, first, scores);
+  if (!tile.inside_band(first)) mask_band(tile, first, scores);
+  if (tile.at.q_segments) mask_segments(tile, first, scores);
 }
 
 // Dropout: threefry-2x32 of the element's index in the global [B, H, T, S], as graphacc/ops/random.py.
@@ -139,34 +166,50 @@ struct Dropout {
   }
 };
 
-void drop(const Tile& tile, const Dropout& dropout, float* probabilities) {
-  for (int64_t s = 0; s < tile.num_keys; ++s) {
-    for (int64_t t = 0; t < flash_tile; t += lanes) {
-      float* at = probabilities + s * flash_tile + t;
-      store(at, load(at) * dropout(tile, tile.query + t, tile.key + s));
-    }
+void drop(const Tile& tile, int64_t first, const Dropout& dropout, float* probabilities) {
+  for_each(tile, first, probabilities, [&](float* p, int64_t t, int64_t s) {
+    store(p, load(p) * dropout(tile, tile.query + t, tile.key + s));
+  });
+}
+
+// The rows of the tile's queries in an array of them, in fp32 and padded with zeros: [queries][columns].
+void read_query_rows(const Tile& tile, const void* array, int64_t size, int64_t columns, float* to) {
+  for (int64_t t = 0; t < tile.num_queries; ++t) {
+    read_row(array, tile.at.dtype, tile.query_row(tile.query + t) * size, size, columns, to + t * columns);
   }
+  fill(to + tile.num_queries * columns, (tile.padded_queries() - tile.num_queries) * columns, 0.0f);
 }
 
 // Forward
 
-// The online softmax of one column of vectors: scores become exp(score - largest), the running maximum and sum are updated, and
-// what was summed up before has to be multiplied by the returned factor.
-inline Floats soften(float* scores, int64_t num_keys, float* largest, float* total) {
-  const Floats before = load(largest);
-  Floats now = before;
-  for (int64_t s = 0; s < num_keys; ++s) now = larger(now, load(scores + s * flash_tile));
-  const Floats base = now == -infinity ? Floats{} : now;
-  const Floats factor = exponential(before - base);
-  Floats sum = load(total) * factor;
+// The online softmax of one panel: scores become exp(score - largest), and the sums so far are rescaled where `largest` has grown.
+void soften(int64_t num_keys, float* scores, float* largest, float* total, int64_t value_dim, float* sums) {
+  Floats base[wide], sum[wide], factor[wide];
+  bool grown = false;
+  for (int j = 0; j < wide; ++j) base[j] = load(largest + j * lanes);
   for (int64_t s = 0; s < num_keys; ++s) {
-    const Floats p = exponential(load(scores + s * flash_tile) - base);
-    store(scores + s * flash_tile, p);
-    sum += p;
+    for (int j = 0; j < wide; ++j) base[j] = larger(base[j], load(scores + s * panel + j * lanes));
   }
-  store(largest, now);
-  store(total, sum);
-  return factor;
+  for (int j = 0; j < wide; ++j) {
+    const Floats before = load(largest + j * lanes), now = base[j];
+    store(largest + j * lanes, now);
+    base[j] = now == -infinity ? Floats{} : now;
+    factor[j] = exponential(before - base[j]);
+    sum[j] = load(total + j * lanes) * factor[j];
+    for (int i = 0; i < lanes; ++i) grown |= factor[j][i] != 1.0f;
+  }
+  for (int64_t s = 0; s < num_keys; ++s) {
+    for (int j = 0; j < wide; ++j) {
+      float* score = scores + s * panel + j * lanes;
+      const Floats p = exponential(load(score) - base[j]);
+      store(score, p);
+      sum[j] += p;
+    }
+  }
+  for (int j = 0; j < wide; ++j) store(total + j * lanes, sum[j]);
+  for (int64_t e = 0; grown && e < value_dim; ++e) {
+    for (int j = 0; j < wide; ++j) store(sums + e * panel + j * lanes, load(sums + e * panel + j * lanes) * factor[j]);
+  }
 }
 
 // A row whose keys are all masked by finite values: the softmax is uniform over all keys.
@@ -181,48 +224,44 @@ void attend_uniformly(const Tile& tile, const Dropout& dropout, int64_t t, int64
 }
 
 void forward(const gacc_attention& at, int64_t batch, int64_t head, int64_t index, void* out, float* lse, float* scratch) {
-  const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16), query = index * flash_tile;
-  Tile tile{at, batch, head, query, at.q_len - query < flash_tile ? at.q_len - query : flash_tile};
+  const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16);
+  Tile tile(at, batch, head, index * query_tile);
   const Dropout dropout(at);
-  float* queries = scratch;                              // [dim][flash_tile]
-  float* sums = queries + dim * flash_tile;              // [value_dim][flash_tile]
-  float* scores = sums + value_dim * flash_tile;         // [keys][flash_tile]
-  float* key_rows = scores + flash_tile * flash_tile;    // [keys][dim]
-  float* value_rows = key_rows + flash_tile * dim;       // [keys][value_dim]
-  alignas(64) float largest[flash_tile], total[flash_tile];
-  for (int64_t t = 0; t < flash_tile; ++t) largest[t] = -infinity, total[t] = 0.0f;
-  for (int64_t i = 0; i < value_dim * flash_tile; ++i) sums[i] = 0.0f;
+  const int64_t padded = tile.padded_queries();
+  const Panels queries{scratch, dim, padded};
+  const Panels sums{queries.data + dim * query_tile, value_dim, padded};
+  float* scores = sums.data + value_dim * query_tile;  // [keys][panel]
+  float* key_rows = scores + key_tile * panel;
+  float* value_rows = key_rows + key_tile * (dim + 16);
+  alignas(64) float largest[query_tile], total[query_tile];
+  fill(largest, query_tile, -infinity);
+  fill(total, query_tile, 0.0f);
+  fill(sums.data, value_dim * padded, 0.0f);
+  read_query_rows(tile, at.q, at.head_dim, dim, key_rows);
+  scale(key_rows, padded * dim, at.scale);
+  pack_transposed({key_rows, dim}, queries);
 
-  for (int64_t t = 0; t < tile.num_queries; ++t) {
-    read_row(at.q, at.dtype, tile.query_row(query + t) * at.head_dim, at.head_dim, dim, key_rows + t * dim);
-  }
-  scale_rows(key_rows, tile.num_queries * dim, at.scale);
-  transpose(key_rows, tile.num_queries, dim, queries);
-
-  for (tile.key = tile.first_key(); tile.key < tile.last_key(); tile.key += flash_tile) {
-    tile.num_keys = tile.last_key() - tile.key < flash_tile ? tile.last_key() - tile.key : flash_tile;
-    const int64_t row = tile.key_row(tile.key);
-    const float* keys = read_rows(at.k, at.dtype, row * at.head_dim, tile.num_keys, at.head_dim, dim, key_rows);
-    score(tile, keys, dim, queries, scores);
-    alignas(64) float factors[flash_tile];
-    for (int64_t t = 0; t < flash_tile; t += lanes) store(factors + t, soften(scores + t, tile.num_keys, largest + t, total + t));
-    for (int64_t e = 0; e < value_dim; ++e) {
-      for (int64_t t = 0; t < flash_tile; t += lanes) {
-        float* sum = sums + e * flash_tile + t;
-        store(sum, load(sum) * load(factors + t));
-      }
+  for (int64_t key = tile.first_key(); key < tile.last_key(); key += key_tile) {
+    tile.move_to(key);
+    const int64_t row = tile.key_row(key);
+    const Rows keys = read_rows(at.k, at.dtype, row * at.head_dim, tile.num_keys, at.head_dim, dim, key_rows);
+    const Rows values = copy_rows(at.v, at.dtype, row * at.value_dim, tile.num_keys, at.value_dim, value_dim, value_rows);
+    for (int64_t t = tile.hidden(); t < padded; t += panel) {
+      const int64_t visible = tile.visible(t);
+      score(tile, t, keys, queries, scores);
+      soften(visible, scores, largest + t, total + t, value_dim, sums.at(t));
+      if (at.dropout > 0.0f) drop(tile, t, dropout, scores);
+      multiply<wide, true, true>(value_dim, Left(values, visible), visible, scores, sums.at(t));
     }
-    if (at.dropout > 0.0f) drop(tile, dropout, scores);
-    const float* values = read_rows(at.v, at.dtype, row * at.value_dim, tile.num_keys, at.value_dim, value_dim, value_rows);
-    multiply<true>(value_dim, flash_tile, tile.num_keys, values, 1, value_dim, scores, flash_tile, sums, flash_tile);
   }
 
   for (int64_t t = 0; t < tile.num_queries; ++t) {
     float* result = value_rows;
-    const int64_t row = tile.query_row(query + t);
-    const float inverse = total[t] == 0.0f ? 1.0f : 1.0f / total[t];
-    for (int64_t e = 0; e < at.value_dim; ++e) result[e] = sums[e * flash_tile + t] * inverse;
-    if (total[t] == 0.0f && at.empty_rows != GACC_ZEROS) attend_uniformly(tile, dropout, query + t, value_dim, key_rows, result);
+    const int64_t row = tile.query_row(tile.query + t);
+    unpack_column(sums, t, total[t] == 0.0f ? 1.0f : 1.0f / total[t], result);
+    if (total[t] == 0.0f && at.empty_rows != GACC_ZEROS) {
+      attend_uniformly(tile, dropout, tile.query + t, value_dim, key_rows, result);
+    }
     write_row(out, at.dtype, row * at.value_dim, at.value_dim, result);
     lse[row] = total[t] == 0.0f ? -infinity : largest[t] + __builtin_logf(total[t]);
   }
@@ -232,71 +271,89 @@ void forward(const gacc_attention& at, int64_t batch, int64_t head, int64_t inde
 
 // A query tile's operands, and the gradient of its queries.
 struct Queries {
-  float *rows, *columns;            // scaled: [flash_tile][dim], [dim][flash_tile]
-  float *grad_rows, *grad_columns;  // of the output: [flash_tile][value_dim], [value_dim][flash_tile]
-  float* grad;                      // [dim][flash_tile]
-  float lse[flash_tile];            // +infinity in rows without a key, so that their probabilities are 0
-  float delta[flash_tile];          // sum of grad * out over the row
-  float norm[flash_tile];           // factor on the probabilities, not 1 only in rows that `normalise` sees
+  Panels rows, columns;                 // scaled: [queries][dim], [dim][queries]
+  Panels grad_rows, grad_columns;       // of the output: [queries][value_dim], [value_dim][queries]
+  Panels grad;                          // [dim][queries]
+  alignas(64) float lse[query_tile];    // +infinity in rows without a key, so that their probabilities are 0
+  alignas(64) float delta[query_tile];  // sum of grad * out over the row
+  alignas(64) float norm[query_tile];   // factor on the probabilities, not 1 only in rows that `normalise` sees
+
+  Queries(int64_t dim, int64_t value_dim, int64_t padded, float* scratch)
+      : rows{scratch, padded, dim},
+        columns{rows.data + query_tile * dim, dim, padded},
+        grad_rows{columns.data + query_tile * dim, padded, value_dim},
+        grad_columns{grad_rows.data + query_tile * value_dim, value_dim, padded},
+        grad{grad_columns.data + query_tile * value_dim, dim, padded} {}
+
+  float* end() const { return grad.data + query_tile * grad.height; }
 };
 
-void read_queries(const Tile& tile, const FlashBackward& io, int64_t dim, int64_t value_dim, float* row_buffer, Queries& q) {
+// `row_buffer` has room for one row more than the tile's queries.
+void read_queries(const Tile& tile, const FlashBackward& io, float* row_buffer, Queries& q) {
   const gacc_attention& at = tile.at;
-  for (int64_t t = 0; t < flash_tile; ++t) {
-    const bool real = t < tile.num_queries;
+  const int64_t padded = q.grad.columns, dim = q.rows.columns, value_dim = q.grad_rows.columns;
+  read_query_rows(tile, at.q, at.head_dim, dim, row_buffer);
+  scale(row_buffer, padded * dim, at.scale);
+  pack({row_buffer, dim}, q.rows);
+  pack_transposed({row_buffer, dim}, q.columns);
+  fill(q.grad.data, dim * padded, 0.0f);
+
+  read_query_rows(tile, io.grad, at.value_dim, value_dim, row_buffer);
+  pack({row_buffer, value_dim}, q.grad_rows);
+  pack_transposed({row_buffer, value_dim}, q.grad_columns);
+  float* out = row_buffer + padded * value_dim;
+  fill(q.lse, query_tile, infinity);
+  fill(q.delta, query_tile, 0.0f);
+  fill(q.norm, query_tile, 1.0f);
+  for (int64_t t = 0; t < tile.num_queries; ++t) {
     const int64_t row = tile.query_row(tile.query + t);
-    float *q_row = q.rows + t * dim, *grad_row = q.grad_rows + t * value_dim;
-    read_row(at.q, at.dtype, real ? row * at.head_dim : 0, real ? at.head_dim : 0, dim, q_row);
-    read_row(io.grad, at.dtype, real ? row * at.value_dim : 0, real ? at.value_dim : 0, value_dim, grad_row);
-    read_row(io.out, at.dtype, real ? row * at.value_dim : 0, real ? at.value_dim : 0, value_dim, row_buffer);
-    q.lse[t] = real && io.lse[row] != -infinity ? io.lse[row] : infinity;
+    if (io.lse[row] != -infinity) q.lse[t] = io.lse[row];
+    read_row(io.out, at.dtype, row * at.value_dim, at.value_dim, value_dim, out);
     Floats delta{};
-    for (int64_t e = 0; e < value_dim; e += lanes) delta += load(grad_row + e) * load(row_buffer + e);
-    q.delta[t] = 0.0f, q.norm[t] = 1.0f;
+    for (int64_t e = 0; e < value_dim; e += lanes) delta += load(row_buffer + t * value_dim + e) * load(out + e);
     for (int i = 0; i < lanes; ++i) q.delta[t] += delta[i];
   }
-  scale_rows(q.rows, flash_tile * dim, at.scale);
-  transpose(q.rows, flash_tile, dim, q.columns);
-  transpose(q.grad_rows, flash_tile, value_dim, q.grad_columns);
-  for (int64_t i = 0; i < dim * flash_tile; ++i) q.grad[i] = 0.0f;
 }
 
 // From scores and the gradient of the dropped probabilities to dropped probabilities and the gradient of the scores, in place.
-void differentiate(const Tile& tile, const Dropout& dropout, const Queries& q, float* scores, float* grads) {
-  for (int64_t s = 0; s < tile.num_keys; ++s) {
-    for (int64_t t = 0; t < flash_tile; t += lanes) {
-      float *score = scores + s * flash_tile + t, *grad = grads + s * flash_tile + t;
-      const Floats p = exponential(load(score) - load(q.lse + t)) * load(q.norm + t), delta = load(q.delta + t);
-      if (tile.at.dropout > 0.0f) {
-        const Floats kept = dropout(tile, tile.query + t, tile.key + s);
-        store(score, p * kept);
-        store(grad, p * (load(grad) * kept - delta));
-      } else {
-        store(score, p);
-        store(grad, p * (load(grad) - delta));
-      }
+template <bool kDropout>
+void differentiate(const Tile& tile, int64_t first, const Dropout& dropout, const Queries& q, float* scores, float* grads) {
+  const int64_t apart = grads - scores;
+  for_each(tile, first, scores, [&](float* score, int64_t t, int64_t s) {
+    float* grad = score + apart;
+    const Floats p = exponential(load(score) - load(q.lse + t)) * load(q.norm + t), delta = load(q.delta + t);
+    if (kDropout) {
+      const Floats kept = dropout(tile, tile.query + t, tile.key + s);
+      store(score, p * kept);
+      store(grad, p * (load(grad) * kept - delta));
+    } else {
+      store(score, p);
+      store(grad, p * (load(grad) - delta));
     }
-  }
-  for (int64_t i = tile.num_keys * flash_tile; i < round_up(tile.num_keys, rows) * flash_tile; ++i) scores[i] = grads[i] = 0.0f;
+  });
+  const int64_t begin = tile.visible(first) * panel, count = tile.padded_keys() * panel - begin;
+  fill(scores + begin, count, 0.0f);
+  fill(grads + begin, count, 0.0f);
 }
 
 // A log-sum-exp of large magnitude has lost the digits that say among how many keys the row is shared; with finite masks, where
 // it is the lowest number, all of them. Its probabilities are summed up again.
-void normalise(Tile tile, int64_t dim, float* key_rows, float* scores, Queries& q) {
+void normalise(Tile tile, float* key_rows, float* scores, Queries& q) {
+  const gacc_attention& at = tile.at;
   const float large = 1e3f;  // as LARGE in graphacc/ops/flash_attention.py
   bool any = false;
   for (int64_t t = 0; t < tile.num_queries; ++t) any |= q.lse[t] != infinity && __builtin_fabsf(q.lse[t]) > large;
   if (!any) return;
-  alignas(64) float total[flash_tile] = {};
-  for (tile.key = tile.first_key(); tile.key < tile.last_key(); tile.key += flash_tile) {
-    tile.num_keys = tile.last_key() - tile.key < flash_tile ? tile.last_key() - tile.key : flash_tile;
-    const int64_t row = tile.key_row(tile.key);
-    const float* keys = read_rows(tile.at.k, tile.at.dtype, row * tile.at.head_dim, tile.num_keys, tile.at.head_dim, dim, key_rows);
-    score(tile, keys, dim, q.columns, scores);
-    for (int64_t s = 0; s < tile.num_keys; ++s) {
-      for (int64_t t = 0; t < flash_tile; t += lanes) {
-        store(total + t, load(total + t) + exponential(load(scores + s * flash_tile + t) - load(q.lse + t)));
-      }
+  alignas(64) float total[query_tile] = {};
+  for (int64_t key = tile.first_key(); key < tile.last_key(); key += key_tile) {
+    tile.move_to(key);
+    const int64_t row = tile.key_row(key) * at.head_dim;
+    const Rows keys = read_rows(at.k, at.dtype, row, tile.num_keys, at.head_dim, q.columns.height, key_rows);
+    for (int64_t first = 0; first < q.columns.columns; first += panel) {
+      score(tile, first, keys, q.columns, scores);
+      for_each(tile, first, scores, [&](const float* score, int64_t t, int64_t) {
+        store(total + t, load(total + t) + exponential(load(score) - load(q.lse + t)));
+      });
     }
   }
   for (int64_t t = 0; t < tile.num_queries; ++t) {
@@ -304,103 +361,107 @@ void normalise(Tile tile, int64_t dim, float* key_rows, float* scores, Queries& 
   }
 }
 
-void add_to_bias(const Tile& tile, const float* grads, float* grad_bias) {
-  for (int64_t t = 0; t < tile.num_queries; ++t) {
+void add_to_bias(const Tile& tile, int64_t first, const Panels& grads, float* grad_bias) {
+  for (int64_t t = first; t < tile.num_queries; ++t) {
     float* to = grad_bias + tile.bias_at(tile.query + t, tile.key);
-    for (int64_t s = 0; s < tile.num_keys; ++s) to[s * tile.at.bias_strides[3]] += grads[s * flash_tile + t];
+    for (int64_t s = 0; s < tile.num_keys; ++s) to[s * tile.at.bias_strides[3]] += grads(s, t);
   }
 }
 
+// The gradient of all keys or values of a head, in fp32: a tile of keys is one matrix of panels.
+struct KeyGrads {
+  float* data;
+  int64_t columns;
+
+  Panels tile(int64_t key) const { return {data + key / key_tile * key_tile * columns, key_tile, columns}; }
+};
+
 // What `attend_uniformly` did for row t of the tile, backward.
-void differentiate_uniformly(const Tile& tile, const Dropout& dropout, int64_t t, int64_t dim, int64_t value_dim, float* key_row,
-                             float* value_row, float* grad_k, float* grad_v, float* grad_bias, Queries& q) {
+void differentiate_uniformly(const Tile& tile, const Dropout& dropout, int64_t t, float* key_row, float* value_row,
+                             const KeyGrads& grad_k, const KeyGrads& grad_v, float* grad_bias, const Queries& q) {
   const gacc_attention& at = tile.at;
-  const float* grad_row = q.grad_rows + t * value_dim;
+  const int64_t dim = grad_k.columns, value_dim = grad_v.columns;
   for (int64_t s = 0; s < at.kv_len; ++s) {
     read_row(at.k, at.dtype, tile.key_row(s) * at.head_dim, at.head_dim, dim, key_row);
     read_row(at.v, at.dtype, tile.key_row(s) * at.value_dim, at.value_dim, value_dim, value_row);
     const float kept = at.dropout > 0.0f ? dropout(tile, tile.query + t, s)[0] : 1.0f, p = 1.0f / static_cast<float>(at.kv_len);
     float grad_p = 0.0f;
     for (int64_t e = 0; e < value_dim; ++e) {
-      grad_p += grad_row[e] * value_row[e];
-      grad_v[s * value_dim + e] += p * kept * grad_row[e];
+      grad_p += q.grad_rows(t, e) * value_row[e];
+      grad_v.tile(s)(s % key_tile, e) += p * kept * q.grad_rows(t, e);
     }
     const float grad_s = p * (grad_p * kept - q.delta[t]);
     for (int64_t d = 0; d < dim; ++d) {
-      q.grad[d * flash_tile + t] += grad_s * key_row[d];
-      grad_k[s * dim + d] += grad_s * q.rows[t * dim + d];
+      q.grad(d, t) += grad_s * key_row[d];
+      grad_k.tile(s)(s % key_tile, d) += grad_s * q.rows(t, d);
     }
     if (grad_bias && at.empty_rows == GACC_UNIFORM) grad_bias[tile.bias_at(tile.query + t, s)] += grad_s;
   }
 }
 
-void write_grad_queries(const Tile& tile, int64_t dim, const Queries& q, void* grad_q, float* row_buffer) {
+// A tile of queries against all its keys.
+void backward_tile(Tile tile, const FlashBackward& io, const Dropout& dropout, const KeyGrads& grad_k, const KeyGrads& grad_v,
+                   float* scratch) {
+  const gacc_attention& at = tile.at;
+  const int64_t dim = grad_k.columns, value_dim = grad_v.columns, padded = tile.padded_queries();
+  Queries q(dim, value_dim, padded, scratch);
+  const Panels scores{q.end(), key_tile, padded}, grads{scores.data + key_tile * query_tile, key_tile, padded};
+  float* key_rows = grads.data + key_tile * query_tile;
+  float* value_rows = key_rows + key_tile * (dim + 16);
+  read_queries(tile, io, key_rows, q);
+  normalise(tile, key_rows, scores.data, q);
+  for (int64_t key = tile.first_key(); key < tile.last_key(); key += key_tile) {
+    tile.move_to(key);
+    const int64_t row = tile.key_row(key);
+    const Rows keys = copy_rows(at.k, at.dtype, row * at.head_dim, tile.num_keys, at.head_dim, dim, key_rows);
+    const Rows values = read_rows(at.v, at.dtype, row * at.value_dim, tile.num_keys, at.value_dim, value_dim, value_rows);
+    const int64_t hidden = tile.hidden();
+    for (int64_t t = hidden; t < padded; t += panel) {
+      const int64_t visible = tile.visible(t);
+      score(tile, t, keys, q.columns, scores.at(t));
+      multiply<wide, false, false>(round_up(visible, rows), Left(values, value_dim), value_dim, q.grad_columns.at(t), grads.at(t));
+      at.dropout > 0.0f ? differentiate<true>(tile, t, dropout, q, scores.at(t), grads.at(t))
+                        : differentiate<false>(tile, t, dropout, q, scores.at(t), grads.at(t));
+      multiply<wide, true, true>(dim, Left(keys, visible), visible, grads.at(t), q.grad.at(t));
+    }
+    add_product(tile.padded_keys(), scores, hidden, q.grad_rows, grad_v.tile(key));
+    add_product(tile.padded_keys(), grads, hidden, q.rows, grad_k.tile(key));
+    if (io.grad_bias) add_to_bias(tile, hidden, grads, io.grad_bias);
+  }
   for (int64_t t = 0; t < tile.num_queries; ++t) {
-    for (int64_t d = 0; d < dim; ++d) row_buffer[d] = q.grad[d * flash_tile + t] * tile.at.scale;
-    write_row(grad_q, tile.at.dtype, tile.query_row(tile.query + t) * tile.at.head_dim, tile.at.head_dim, row_buffer);
+    const int64_t row = tile.query_row(tile.query + t);
+    if (at.empty_rows != GACC_ZEROS && io.lse[row] == -infinity) {
+      differentiate_uniformly(tile, dropout, t, key_rows, value_rows, grad_k, grad_v, io.grad_bias, q);
+    }
+    unpack_column(q.grad, t, at.scale, key_rows);
+    write_row(io.grad_q, at.dtype, row * at.head_dim, at.head_dim, key_rows);
   }
 }
 
-void backward_head(Tile tile, const FlashBackward& io, const Dropout& dropout, float* grad_k, float* grad_v, float* scratch) {
-  const gacc_attention& at = tile.at;
-  const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16);
-  Queries q;
-  q.rows = scratch;
-  q.columns = q.rows + flash_tile * dim;
-  q.grad = q.columns + flash_tile * dim;
-  q.grad_rows = q.grad + flash_tile * dim;
-  q.grad_columns = q.grad_rows + flash_tile * value_dim;
-  float* scores = q.grad_columns + flash_tile * value_dim;
-  float* grads = scores + flash_tile * flash_tile;
-  float* key_rows = grads + flash_tile * flash_tile;
-  float* value_rows = key_rows + flash_tile * dim;
-  for (tile.query = 0; tile.query < at.q_len; tile.query += flash_tile) {
-    tile.num_queries = at.q_len - tile.query < flash_tile ? at.q_len - tile.query : flash_tile;
-    read_queries(tile, io, dim, value_dim, value_rows, q);
-    normalise(tile, dim, key_rows, scores, q);
-    for (tile.key = tile.first_key(); tile.key < tile.last_key(); tile.key += flash_tile) {
-      tile.num_keys = tile.last_key() - tile.key < flash_tile ? tile.last_key() - tile.key : flash_tile;
-      const int64_t row = tile.key_row(tile.key), padded_keys = round_up(tile.num_keys, rows);
-      const float* keys = read_rows(at.k, at.dtype, row * at.head_dim, tile.num_keys, at.head_dim, dim, key_rows);
-      const float* values = read_rows(at.v, at.dtype, row * at.value_dim, tile.num_keys, at.value_dim, value_dim, value_rows);
-      score(tile, keys, dim, q.columns, scores);
-      multiply<false>(padded_keys, flash_tile, value_dim, values, value_dim, 1, q.grad_columns, flash_tile, grads, flash_tile);
-      differentiate(tile, dropout, q, scores, grads);
-      multiply<true>(padded_keys, value_dim, flash_tile, scores, flash_tile, 1, q.grad_rows, value_dim,
-                     grad_v + tile.key * value_dim, value_dim);
-      multiply<true>(padded_keys, dim, flash_tile, grads, flash_tile, 1, q.rows, dim, grad_k + tile.key * dim, dim);
-      multiply<true>(dim, flash_tile, tile.num_keys, keys, 1, dim, grads, flash_tile, q.grad, flash_tile);
-      if (io.grad_bias) add_to_bias(tile, grads, io.grad_bias);
-    }
-    if (at.empty_rows != GACC_ZEROS) {
-      for (int64_t t = 0; t < tile.num_queries; ++t) {
-        if (q.lse[t] == infinity && io.lse[tile.query_row(tile.query + t)] == -infinity) {
-          differentiate_uniformly(tile, dropout, t, dim, value_dim, key_rows, value_rows, grad_k, grad_v, io.grad_bias, q);
-        }
-      }
-    }
-    write_grad_queries(tile, dim, q, io.grad_q, key_rows);
+void write_key_grads(const KeyGrads& grads, const gacc_attention& at, int64_t first_row, int64_t size, void* to, float* row_buffer) {
+  for (int64_t s = 0; s < at.kv_len; ++s) {
+    unpack_row(grads.tile(s), s % key_tile, row_buffer);
+    write_row(to, at.dtype, (first_row + s) * size, size, row_buffer);
   }
 }
 
 void backward(const gacc_attention& at, const FlashBackward& io, const FlashRange& range, float* scratch) {
   const int64_t dim = round_up(at.head_dim, 16), value_dim = round_up(at.value_dim, 16), group = at.heads / at.kv_heads;
-  const int64_t padded_keys = round_up(at.kv_len, rows);
-  float* grad_k = scratch;                      // [keys][dim]
-  float* grad_v = grad_k + padded_keys * dim;   // [keys][value_dim]
-  float* rest = grad_v + padded_keys * value_dim;
+  const int64_t padded_keys = round_up(at.kv_len, key_tile);
+  const KeyGrads grad_k{scratch, dim}, grad_v{scratch + padded_keys * dim, value_dim};
+  float* rest = grad_v.data + padded_keys * value_dim;
   const Dropout dropout(at);
   for (int64_t batch = range.batch_begin; batch < range.batch_end; ++batch) {
     for (int64_t kv = range.kv_begin; kv < range.kv_end; ++kv) {
-      for (int64_t i = 0; i < padded_keys * (dim + value_dim); ++i) grad_k[i] = 0.0f;
+      fill(scratch, padded_keys * (dim + value_dim), 0.0f);
       for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-        backward_head(Tile{at, batch, head, 0, 0}, io, dropout, grad_k, grad_v, rest);
+        for (int64_t query = 0; query < at.q_len; query += query_tile) {
+          backward_tile(Tile(at, batch, head, query), io, dropout, grad_k, grad_v, rest);
+        }
       }
-      for (int64_t s = 0; s < at.kv_len; ++s) {
-        const int64_t row = (batch * at.kv_heads + kv) * at.kv_len + s;
-        write_row(io.grad_k, at.dtype, row * at.head_dim, at.head_dim, grad_k + s * dim);
-        write_row(io.grad_v, at.dtype, row * at.value_dim, at.value_dim, grad_v + s * value_dim);
-      }
+      const int64_t first_row = (batch * at.kv_heads + kv) * at.kv_len;
+      write_key_grads(grad_k, at, first_row, at.head_dim, io.grad_k, rest);
+      write_key_grads(grad_v, at, first_row, at.value_dim, io.grad_v, rest);
     }
   }
 }

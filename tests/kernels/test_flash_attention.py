@@ -57,6 +57,8 @@ SHAPES = [
     (2, 2, 1, 64, 1, 64, 64),  # one key
     (1, 1, 1, 128, 192, 128, 128),  # whole tiles
     (1, 2, 1, 67, 65, 256, 256),
+    (1, 2, 1, 260, 200, 80, 96),  # several tiles, and vectors of which no whole block fits the head sizes
+    (1, 1, 1, 130, 100, 256, 16),
 ]
 
 
@@ -83,6 +85,16 @@ def test_bands(q_len, kv_len, causal, window, band):
     seen = (ahead(q_len, kv_len) >= -band[0]) & (ahead(q_len, kv_len) <= band[1])
     tensors = make(1, 2, 2, q_len, kv_len, 32)
     check(tensors, lambda *x: graphacc.flash_attention(*x, causal=causal, window=window), lambda *x: reference(*x, seen))
+
+
+@pytest.mark.parametrize("isa", library.available_isas())
+@pytest.mark.parametrize("q_len, kv_len", [(300, 300), (150, 290), (290, 110)])
+@pytest.mark.parametrize("left, right", [(10**6, 0), (150, 40)])
+def test_bands_cut_tiles_anywhere(q_len, kv_len, left, right, isa, monkeypatch):
+    monkeypatch.setattr(library, "default_isa", lambda: isa)
+    seen = (ahead(q_len, kv_len) >= -left) & (ahead(q_len, kv_len) <= right)
+    tensors = make(1, 2, 1, q_len, kv_len, 32)
+    check(tensors, lambda *x: graphacc.flash_attention(*x, window=(left, right)), lambda *x: reference(*x, seen))
 
 
 def test_segments():
