@@ -8,11 +8,107 @@ import threading
 import typing
 
 import jax
+import numpy as np
 
 
 def x64() -> contextlib.AbstractContextManager:
     """64-bit integers and floats inside this context: PyTorch's integer semantics are 64-bit. Never a global setting."""
     return jax.enable_x64(True)
+
+
+def x32() -> contextlib.AbstractContextManager:
+    """32-bit integers inside this context, as Pallas wants them for the indices of TPU kernels."""
+    return jax.enable_x64(False)
+
+
+# --- what a platform has (graphacc/lowering/rules/flash_*) ----------------------------------------------------------------
+
+
+def lowered_for_platform(function, results, *arrays) -> list[jax.Array]:
+    """``function(platform, *arrays)``, traced when the program is lowered and only for the platform that it is lowered for.
+
+    ``jax.lax.platform_dependent`` traces the functions of all platforms, whose kernels cost more to trace than to compile.
+
+    Args:
+        function: (platform, *arrays) -> list of arrays, with platform "cpu", "cuda", "rocm" or "tpu".
+        results: the shapes and dtypes of what it gives.
+    """
+    avals = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
+    return _platform_primitive().bind(*arrays, function=function, results=avals, wide=bool(jax.config.jax_enable_x64))
+
+
+@functools.cache
+def _platform_primitive():
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("graphacc_by_platform")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *arrays, function, results, wide: list(results))
+    primitive.def_impl(lambda *arrays, **told: jax.jit(lambda *given: primitive.bind(*given, **told))(*arrays))
+
+    def on(platform):
+        def traced(*arrays, function, results, wide):
+            with jax.enable_x64(wide):
+                found = list(function(platform, *arrays))
+            got, expected = ([(x.shape, x.dtype) for x in xs] for xs in (found, results))
+            assert got == expected, f"{function} gives {got} on {platform}, not {expected}"
+            return found
+
+        return mlir.lower_fun(traced, multiple_results=True)
+
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        mlir.register_lowering(primitive, on(platform), platform=platform)
+    return primitive
+
+
+def cuda_capability() -> tuple[int, int] | None:
+    """The least compute capability among this process' CUDA devices; None where there are none (a compile for another machine)."""
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized() or "cuda" not in xla_bridge.backends():
+        return None
+    return min(tuple(map(int, device.compute_capability.split("."))) for device in jax.local_devices(backend="cuda"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnAttention:
+    """What cuDNN's fused attention is told besides its operands."""
+
+    scale: float
+    causal: bool
+    window: int | None  # keys that a query sees, itself among them; under a causal mask only
+
+    def _parameters(self) -> dict:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        mask = fused.MaskType.CAUSAL if self.causal else fused.MaskType.NO_MASK
+        given = dict(scale=self.scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask)
+        return given | dict(layout=fused.AttentionLayout.BNTH.value, sliding_window_length=self.window)
+
+
+_CUDNN_ABSENT = 7  # bias, lengths and offsets of queries and keys, two page tables
+
+
+def cudnn_attention(q, k, v, told: CudnnAttention) -> list[jax.Array]:
+    """Output and log-sum-exp of cuDNN's fused attention, for a program that is lowered for CUDA (JAX's own face wants a device).
+
+    Args:
+        q: [B, H, T, D] in bf16 or fp16.
+        k, v: [B, G, S, D] in q's dtype.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    absent = [jax.numpy.zeros(0, q.dtype)] * _CUDNN_ABSENT
+    return fused._dot_product_attention_fwd_p.bind(q, k, v, *absent, is_training=True, **told._parameters())
+
+
+def cudnn_attention_backward(grad, q, k, v, out, lse, told: CudnnAttention) -> list[jax.Array]:
+    """Gradients of q, k and v; see `cudnn_attention`."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    absent = [jax.numpy.zeros(0, q.dtype)] * _CUDNN_ABSENT
+    return fused._dot_product_attention_bwd_p.bind(q, k, v, *absent, lse, out, grad, **told._parameters())
 
 
 # --- executables (graphacc/runtime/replan) -------------------------------------------------------------------------------
@@ -119,6 +215,24 @@ def distributed_service() -> DistributedService:
     )
 
 
+class KeyNotThere(Exception):
+    """Nobody has written a key of the key-value store in time."""
+
+
+def read_key(service: DistributedService, key: str, seconds: float) -> str:
+    """A value of the key-value store, when it is there; other threads run meanwhile.
+
+    Raises:
+        KeyNotThere: it was not written in `seconds`.
+    """
+    try:
+        return service.client.blocking_key_value_get(key, max(1, round(1000 * seconds)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise KeyNotThere(key) from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmStep:
     """The processes that srun has started."""
@@ -206,10 +320,37 @@ class HloModule:
             returned = operations[len(operations) - 1].operands
             return {i: ir.BlockArgument(value).arg_number for i, value in enumerate(returned) if isinstance(value.owner, ir.Block)}
 
-    def call(self, arrays) -> list[jax.Array]:
-        """The results for one array per parameter, inside a function that JAX traces; arrays are cast to the parameters' dtypes."""
+    @functools.cached_property
+    def whole_calls(self) -> list[int]:
+        """The numbers of the custom calls to `WHOLE_CALL`, in the program's order."""
+        from jax._src.interpreters import mlir
+        from jax._src.lib.mlir import ir
+
+        with mlir.make_ir_context():
+            module = ir.Module.parse(self.stablehlo)
+            return [number for main in module.body.operations for _, number in _whole_calls(main)]
+
+    def call(self, arrays, expand) -> list[jax.Array]:
+        """The results for one array per parameter, inside a function that JAX traces; arrays are cast to the parameters' dtypes.
+
+        Args:
+            expand: (number, arrays) -> arrays; what to compute for the custom call to `WHOLE_CALL` with that number.
+        """
         cast = [array.astype(parameter.dtype) for array, parameter in zip(arrays, self.parameters, strict=True)]
-        return _call_hlo_primitive().bind(*cast, module=self)
+        return _call_hlo_primitive().bind(*cast, module=self, expand=expand)
+
+
+WHOLE_CALL = "graphacc.whole_call"
+"""Target of a custom call that a captured module makes in the place of something else; its backend_config is a number."""
+
+
+def _whole_calls(function) -> list:
+    """(operation, number) of every custom call to `WHOLE_CALL` in a function of a module."""
+    from jax._src.lib.mlir import ir
+
+    found = [operation for operation in function.regions[0].blocks[0].operations if operation.operation.name == "stablehlo.custom_call"]
+    found = [operation for operation in found if ir.StringAttr(operation.attributes["call_target_name"]).value == WHOLE_CALL]
+    return [(operation, int(ir.StringAttr(operation.attributes["backend_config"]).value)) for operation in found]
 
 
 def _abstract(shape) -> jax.ShapeDtypeStruct:
@@ -228,14 +369,45 @@ def _call_hlo_primitive():
     primitive.multiple_results = True
 
     @primitive.def_abstract_eval
-    def _(*arrays, module):
+    def _(*arrays, module, expand):
         return [jax.core.ShapedArray(result.shape, result.dtype) for result in module.results]
 
-    def lower(context, *arrays, module):
+    def lower(context, *arrays, module, expand):
         into = context.module_context
         name = mlir.merge_mlir_modules(into.module, "captured", ir.Module.parse(module.stablehlo), dst_symtab=into.symbol_table)
         called = into.symbol_table[name]
+        for operation, number in _whole_calls(called):
+            _expand(context, operation, functools.partial(expand, number))
         return list(func.CallOp(called.type.results, ir.FlatSymbolRefAttr.get(name), arrays).results)
 
     mlir.register_lowering(primitive, lower)
     return primitive
+
+
+def _expand(context, operation, function) -> None:
+    """Put what JAX lowers `function` to, of the operands' arrays, in the place of a custom call."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    avals = [_aval(operand.type) for operand in operation.operands]
+    inside = context.replace(primitive=None, avals_in=avals, avals_out=None, tokens_in=mlir.TokenSet(), tokens_out=None, const_lowering={})
+    with ir.InsertionPoint(operation), ir.Location.unknown():
+        results, _ = mlir.ir_tree_registry.flatten(mlir.lower_fun(lambda *arrays: function(arrays))(inside, *operation.operands))
+    if not isinstance(operation.results[0].type, ir.TupleType):
+        operation.results[0].replace_all_uses_with(results[0])
+    else:
+        for use in list(operation.results[0].uses):
+            part = use.owner
+            part.results[0].replace_all_uses_with(results[ir.IntegerAttr(part.attributes["index"]).value])
+            part.erase()
+    operation.operation.erase()
+
+
+def _aval(kind) -> jax.core.ShapedArray:
+    """The shape and dtype of a value of an MLIR tensor type."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    tensor = ir.RankedTensorType(kind)
+    dtypes = map(np.dtype, (bool, *"bhilBHILefdFD", jax.dtypes.bfloat16))
+    return jax.core.ShapedArray(tuple(tensor.shape), next(dtype for dtype in dtypes if mlir.dtype_to_ir_type(dtype) == tensor.element_type))

@@ -9,6 +9,7 @@ import graphacc.lowering
 from graphacc._compat.jax_ import x64
 from graphacc.lowering.rules import flash_attention as rules
 from graphacc.ops.flash_attention import EmptyRows
+from graphacc.ops.flash_form import Form
 
 ops = torch.ops.graphacc
 SEGMENTS = torch.randint(0, 3, (2, 70)).int(), torch.randint(0, 2, (2, 90)).int()
@@ -20,7 +21,7 @@ def form(request, monkeypatch):
     """The lowering of the CPU, or that of the other platforms with blocks of 32 keys."""
     if request.param == "blocks":
         monkeypatch.setattr(rules, "BLOCK", 32)
-        monkeypatch.setattr(rules, "_by_platform", lambda call, more, native, blockwise: blockwise(call, *more))
+        monkeypatch.setattr(rules, "_form", lambda platform, call: Form.BLOCKWISE)
     return request.param
 
 

@@ -1,22 +1,28 @@
-"""graphacc::flash_attention: on the CPU XLA custom calls of `csrc/`, elsewhere blocks of keys in a scan, both without a [T, S] array.
+"""graphacc::flash_attention in the form that `graphacc.ops.flash_form` chooses: custom calls of the CPU, CUDA or TPU, or blocks of keys.
+
+The CPU's calls and the blocks in a scan stand here; `flash_cudnn` and `flash_pallas` hold the others. None has a [T, S] array.
 
 Legend: B batch, H query heads, G key/value heads, R = H / G query heads per key head, T query length, S key length, N keys
 per block, D head size, E value head size.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from graphacc._compat import jax_ as compat
 from graphacc.kernels import flash_attention as kernels
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
+from graphacc.lowering.rules import flash_cudnn
 from graphacc.lowering.rules.matmul import dot
 from graphacc.lowering.rules.random import _bits
 from graphacc.ops.flash_attention import LARGE, EmptyRows
+from graphacc.ops.flash_form import Described, Form, choose
 
 BLOCK = 512  # keys per step of the scan
 _HEADS = ((0, 1), (0, 1))
@@ -42,39 +48,47 @@ class _Call:
     stream: int
     global_size: tuple[int, ...]
 
+    @property
+    def described(self) -> Described:
+        names = ("bias", "q_segments", "left", "right", "dropout")
+        return Described.of(self.q, self.k, self.v, **{name: getattr(self, name) for name in names})
+
 
 @register("graphacc.flash_attention.default")
 def _flash(ctx, *args):
     call = _Call(*args[:-1], tuple(args[-1]))
-    if call.q.dtype == np.float64:
-        return _blockwise(call)
-    return _by_platform(call, (), _native, _blockwise)
+    rows = call.q.shape[:-1]
+    results = [jax.ShapeDtypeStruct((*rows, call.v.shape[-1]), call.q.dtype), jax.ShapeDtypeStruct(rows, wide(call.q.dtype))]
+    return _by_platform(call, (), _FORWARD, results)
 
 
 @register("graphacc.flash_attention_backward.default")
 def _flash_backward(ctx, grad, *args):
     *inputs, start, out, lse = args[:10]
     *options, global_size, bias_grad = args[10:]
-    call, more = _Call(*inputs, start, *options, tuple(global_size)), (grad, out, lse)
-
-    def native(call, *more):
-        return _native_backward(call, *more, bias_grad)
-
-    def blockwise(call, *more):
-        return _blockwise_backward(call, *more, bias_grad)
-
-    return blockwise(call, *more) if call.q.dtype == np.float64 else _by_platform(call, more, native, blockwise)
+    call = _Call(*inputs, start, *options, tuple(global_size))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.q, call.k, call.v)]
+    results.append(jax.ShapeDtypeStruct(call.bias.shape, call.bias.dtype) if bias_grad else jax.ShapeDtypeStruct((0,), call.q.dtype))
+    forms = {form: functools.partial(function, bias_grad=bias_grad) for form, function in _BACKWARD.items()}
+    return _by_platform(call, (grad, out, lse), forms, results)
 
 
-def _by_platform(call, more, native, blockwise):
-    """One of the two functions; JAX keeps the one of the platform that it compiles for."""
+def _by_platform(call, more, forms, results):
+    """`results`, by the form for the platform that the program is lowered for."""
     names = [field.name for field in dataclasses.fields(_Call)[:8]]
     given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    bare = dataclasses.replace(call, **dict.fromkeys(given))
 
-    def over(function):
-        return lambda arrays, more: function(dataclasses.replace(call, **arrays), *more)
+    def chosen(platform, *arrays):
+        here = dataclasses.replace(bare, **dict(zip(given, arrays)))
+        return forms[_form(platform, here)](here, *arrays[len(given) :])
 
-    return lax.platform_dependent(given, more, cpu=over(native), default=over(blockwise))
+    return tuple(compat.lowered_for_platform(chosen, results, *given.values(), *more))
+
+
+def _form(platform, call) -> Form:
+    capability = compat.cuda_capability() if platform == "cuda" else None
+    return choose(platform, call.described, capability=capability).form
 
 
 # CPU
@@ -298,3 +312,46 @@ def _to_bias(bias, call, grad_s):
     grad = grad_s.reshape(call.q.shape[0], call.q.shape[1], *grad_s.shape[3:])
     dims = [dim for dim in range(4) if bias.shape[dim] == 1 and grad.shape[dim] != 1]
     return jnp.sum(grad, axis=tuple(dims), keepdims=True) if dims else grad
+
+
+# CUDA and TPU
+
+
+def _cudnn(call):
+    return flash_cudnn.forward(call.q, call.k, call.v, flash_cudnn.options(call.described, call.scale))
+
+
+def _cudnn_backward(call, grad, out, lse, bias_grad):
+    told = flash_cudnn.options(call.described, call.scale)
+    return (*flash_cudnn.backward(grad, call.q, call.k, call.v, out, lse, told), _like_bias(call, None, bias_grad))
+
+
+def _kernels():
+    """The kernels for TPU; Pallas takes a third of a second to import, so only programs for TPU do."""
+    from graphacc.lowering.rules import flash_pallas
+
+    return flash_pallas
+
+
+def _pallas(call, **how):
+    out, lse = _kernels().forward(call, call.described, **how)
+    return (out if call.empty_rows == EmptyRows.ZEROS else _kernels().with_mean(out, lse, call)), lse
+
+
+def _pallas_backward(call, grad, out, lse, bias_grad, **how):
+    queries = _group(call.q, call.k.shape[1])
+    base = jnp.where(lse == -np.inf, 0, lse)
+    norm = _norms(_Blocks.of(call), queries, _group(base, call.k.shape[1])[..., None]).reshape(lse.shape)
+    grads = _kernels().backward(call, call.described, grad, out, lse, norm, **how)
+    if call.empty_rows != EmptyRows.ZEROS:
+        grads = _kernels().with_mean_grads(grads, grad, lse, call)
+    return (*grads, _like_bias(call, None, bias_grad))
+
+
+_FORWARD = {Form.CPU_KERNEL: _native, Form.CUDNN: _cudnn, Form.PALLAS: _pallas, Form.BLOCKWISE: _blockwise}
+_BACKWARD = {
+    Form.CPU_KERNEL: _native_backward,
+    Form.CUDNN: _cudnn_backward,
+    Form.PALLAS: _pallas_backward,
+    Form.BLOCKWISE: _blockwise_backward,
+}
