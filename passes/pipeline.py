@@ -15,6 +15,7 @@ from graphacc.passes.partition.driver import partition
 from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
 from graphacc.passes.partition.regroup import REGROUP_SUMS
+from graphacc.passes.partition.ring import hindrances
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
 from graphacc.passes.partition.zero import zero_layouts
 from graphacc.passes.runner import Log, Pass
@@ -112,11 +113,17 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
     def run(step: StepGraph, log: Log) -> StepGraph:
         outputs = {(item.kind, item.target): REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
+        hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
         for node in step.graph.nodes:
             if node.target in FLASH:
-                node.meta["context"] = strategy.context
+                node.meta["context"] = "ulysses" if node in hindered else strategy.context
         pins = sequence_lookups(step, strategy.cp, outer, batch_dims)
         result, log.details = partition(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins)
+        log.details.notes += [
+            f"{node.meta.get('module_path') or node.name}: this attention exchanges heads instead of going around the ring: {why}"
+            for node, why in hindered.items()
+            if node.meta["phase"] is Phase.FORWARD
+        ]
         log.rewrote(len(log.details.collectives))
         return result
 

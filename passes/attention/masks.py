@@ -123,7 +123,7 @@ class Masks:
             return "a row whose keys are all masked is NaN in this softmax, and the mask depends on data"
         for condition, factors in data:
             self._read_data(condition, factors, reading)
-        if finite:
+        if finite and (data or not never_empty):
             replaces = any(condition.replaces_bias for condition in finite)
             reading.empty_rows = EmptyRows.UNIFORM_CONSTANT if replaces else EmptyRows.UNIFORM
         if len(reading.ids) + bool(reading.keys or reading.queries) > 1:

@@ -70,7 +70,7 @@ def _arange_plan(call: Call, split: Split) -> Plan | None:
     """A rank's block of a running index starts at its own place."""
     if split.outer > 1 or not split.plain or not call.results[0].dtype.is_signed or call.results[0].dtype.is_floating_point:
         return None
-    step, size = call.arguments.get("step", 1), (call.results[0].shape[0] + split.padding) // call.num_ranks
+    step, size = call.arguments.get("step", 1), call.results[0].shape[0] // call.num_ranks
     start, value = call.arguments.get("start", 0), call.results[0]
     if not all(isinstance(number, int) for number in (start, step)):
         return None

@@ -27,6 +27,7 @@ class Emitter:
         self._mode = fake_mode()
         self._index: torch.fx.Node | None = None
         self.exchanges: dict[torch.fx.Node, Any] = {}  # local ids -> what `routing` made of them
+        self.ring_blocks: dict[torch.fx.Node, list] = {}  # local log-sum-exp of a ring -> those of its blocks
         self._offsets: dict[tuple[int, ...], torch.fx.Node] = {}
 
     def placeholder(self, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
@@ -98,7 +99,7 @@ class Emitter:
             whole[split.dim] *= self.num_ranks
             gathered = self.call(aten.view.default, self._contiguous(gathered), whole)
         if split.padding:
-            gathered = self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim])
+            gathered = self._contiguous(self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim]))
         return gathered
 
     def reduce_scatter(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
@@ -169,7 +170,10 @@ class Emitter:
         place = self.call(aten.arange.start_step, 0, local, 1, dtype=torch.int64, device=device)
         place = self.call(aten.add.Tensor, place, self.call(aten.mul.Scalar, self.axis_index(), local))
         inside = self.call(aten.view.default, self.call(aten.lt.Scalar, place, size), [local if i == dim else 1 for i in range(rank)])
-        fill = self.call(aten.full.default, [], value, dtype=x.meta["val"].dtype, device=device)
+        dtype = x.meta["val"].dtype
+        if math.isinf(value) and not dtype.is_floating_point:
+            value = torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
+        fill = self.call(aten.full.default, [], value, dtype=dtype, device=device)
         return self.call(aten.where.self, inside, x, fill)
 
     def on_first_rank(self, x: torch.fx.Node) -> torch.fx.Node:

@@ -10,6 +10,7 @@ from graphacc.passes.partition.placement import REPLICATED, Partial, Split
 from graphacc.passes.partition.rules import Call, Dims, Emit, Labels, Operand, Plan, replicate, rule, split_of
 
 ops = torch.ops.graphacc
+_PADDED = "padding would be sorted and counted with the rows"
 
 
 def _features(call: Call, name: str, before: int, after: int) -> Dims:
@@ -27,6 +28,8 @@ def _ids(call: Call) -> Operand:
 @rule("graphacc.sort_rows.default")
 def _sort_rows(call: Call) -> Dims | Plan:
     ids, split = _ids(call), split_of(call, "ids")
+    if split is not None and split.padding:
+        return replicate(call, _PADDED)
     if split is None:
         return _features(call, "rows", len(ids.shape), 1)
     return Plan((split, split), routing.sorted_split(ids.node, call.num_ranks, call.experts), emit=_routed(call, routing.sort))
@@ -35,6 +38,8 @@ def _sort_rows(call: Call) -> Dims | Plan:
 @rule("graphacc.unsort_rows.default")
 def _unsort_rows(call: Call) -> Dims | Plan:
     ids, split = _ids(call), split_of(call, "ids")
+    if split is not None and split.padding:
+        return replicate(call, _PADDED)
     if split is None:
         return _features(call, "rows", 1, len(ids.shape))
     lies = routing.sorted_split(ids.node, call.num_ranks, call.experts)
@@ -53,7 +58,9 @@ def _routed(call: Call, function) -> Emit:
 def _expert_offsets(call: Call) -> Plan:
     """Every rank counts its own rows; the counts, and with them their running sums, add up."""
     split = split_of(call, "ids")
-    return replicate(call, "") if split is None else Plan((split,), Partial("sum"))
+    if split is None or split.padding:
+        return replicate(call, "" if split is None else _PADDED)
+    return Plan((split,), Partial("sum"))
 
 
 @rule("graphacc.grouped_mm.default")

@@ -17,13 +17,18 @@ def _reduced(call: Call, name: str = "self") -> tuple[list[int], bool]:
     return sorted({dim % max(rank, 1) for dim in dims} if dims else range(rank)), bool(call.arguments.get("keepdim", False))
 
 
-def _reduction(call: Call, op: str | None, *, name: str = "self", emit: Emit | None = None, **facts) -> Dims:
-    """`op` over the reduced dims; None if `emit` reduces over the ranks itself."""
+def _reduction(
+    call: Call, op: str | None, *, name: str = "self", emit: Emit | None = None, masks: bool = True, **facts
+) -> Dims:
+    """`op` over the reduced dims; None if `emit` reduces over the ranks itself.
+
+    With `masks`, elements that are neutral for `op` do not change what is computed locally, so that padding can be masked.
+    """
     gone, keepdim = _reduced(call, name)
     labels = range(len(call.shape(name)))
     result = [None if dim in gone else dim for dim in labels if keepdim or dim not in gone]
     emits = {dim: emit for dim in gone} if emit else {}
-    padded = frozenset(dim for dim in labels if dim not in gone or op is not None)
+    padded = frozenset(dim for dim in labels if dim not in gone or (masks and op is not None))
     return Dims({name: labels}, [result] * len(call.results), reduce=dict.fromkeys(gone, op), emit=emits, padded=padded, **facts)
 
 
@@ -102,7 +107,7 @@ def _var(call: Call) -> Dims:
         squares = _sum_squares(build, args[0], _global_mean(build, args[0], gone, count), gone, keepdim)
         return build.call(aten.div.Scalar, squares, divisor)
 
-    return _reduction(call, "sum", name=name, emit=emit)
+    return _reduction(call, "sum", name=name, emit=emit, masks=False)
 
 
 @rule("aten.var_mean.correction")

@@ -251,7 +251,7 @@ class _Trial(Partitioner):
         self.origins[node] = self.origins.get(source, frozenset())
 
     def _settle(self, node: torch.fx.Node) -> None:
-        pass
+        """Gradients are not run."""
 
     def value(self, node: torch.fx.Node, to: Placement) -> None:
         self.made.setdefault(node, []).append(to)

@@ -151,6 +151,8 @@ def _reduce():
     yield _case("aten.linalg_vector_norm.default", [X], ..., 1, [1])
     yield _case("aten.linalg_vector_norm.default", [X], ..., 2, [0, 1], True)
     yield _case("prims.sum.default", [X], ..., [0, 1])
+    yield _case("aten.amax.default", [ints((4, 8), 9)], ..., [1])
+    yield _case("aten.amin.default", [ints((4, 8), 9)], ..., [0])
     yield _case("aten.amax.default", [X], ..., [0], True)
     yield _case("aten.amin.default", [X], ..., [0, 1])
     yield _case("aten.any.default", [bools(X)], ...)

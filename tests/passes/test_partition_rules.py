@@ -21,7 +21,7 @@ from graphacc.passes.partition import partition
 from graphacc.passes.partition.placement import Replicated, Split, view_split
 from graphacc.passes.partition.rules import RULES, operator
 
-RANKS, SAMPLES = 2, 6
+RANKS, SAMPLES, PADDED_RANKS = 2, 6, 3
 
 
 def _tensor(spec, generator):
@@ -93,6 +93,41 @@ def test_rule_equals_operator(case):
         met |= _run_sample(function, tensors, 1000 * case + seed)[0]
     if not name.startswith(("_c10d_functional", "graphacc.shard")):
         assert operator(name) in met, f"{name} is not in the traced graph"
+
+
+def _padded(x: torch.Tensor, draw: random.Random):
+    """A graph's input, how the tensor is made of it so that its padding holds rubbish, and a split that needs padding."""
+    base, use = x, lambda base: base
+    if x.dtype == torch.float64:
+        base, use = x.exp(), lambda base: base.log()  # -inf in the padding
+    elif x.dtype == torch.bool:
+        base, use = ~x, lambda base: ~base
+    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+    if not dims or draw.random() < 0.2:
+        return base, use, Replicated()
+    dim = draw.choice(dims)
+    return base, use, Split(dim, padding=-x.shape[dim] % PADDED_RANKS)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
+def test_padding_does_not_count(case):
+    """Three ranks, which divide next to no dim of the cases: what stands in the padding never reaches a result."""
+    _, function, tensors = CASES[case]
+    for seed in range(4):
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        samples = [_padded(_tensor(spec, generator), draw) for spec in tensors]
+
+        def whole(*bases):
+            return tuple(function(*(use(base) for (_, use, _), base in zip(samples, bases))))
+
+        bases = [base for base, _, _ in samples]
+        count = len(whole(*bases))
+        step = trace(whole, [(Kind.BATCH, str(i), x) for i, x in enumerate(bases)], [(Kind.USER, str(i)) for i in range(count)])
+        expected = run_global(step, bases)
+        placements = {item.name: placement for item, (_, _, placement) in zip(step.inputs, samples)}
+        result, _ = partition(step, "a", PADDED_RANKS, placements, {}, lambda shape: None)
+        for x, y in zip(simulate(result, {"a": PADDED_RANKS}, bases), expected, strict=True):
+            assert_close(x, y)
 
 
 def test_every_rule_has_a_case():
