@@ -29,7 +29,7 @@ class CheckpointError(GraphAccError):
 
 
 class DistributedError(GraphAccError):
-    """The processes of a run cannot be joined: what started them says too little, or contradicts itself."""
+    """The processes of a run cannot be joined (what started them says too little, or contradicts itself), or do not do the same."""
 
 
 class LoopError(GraphAccError):

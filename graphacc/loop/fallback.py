@@ -5,21 +5,24 @@ import warnings
 from collections.abc import Callable
 
 from graphacc.capture import FX, Backend
-from graphacc.capture.lazy import LAZY, installed
+from graphacc.capture.lazy import LAZY, ValueNeeded, installed
 from graphacc.errors import CaptureError, GraphAccError, LoweringError, StrategyError
 from graphacc.passes.hlo.shardings import check_axes
 from graphacc.strategy import Strategy
 
 Result = typing.TypeVar("Result")
 
-CHOICES = ("auto", "fx", "lazy")
+CHOICES = ("auto", "fx", "lazy", "torch_xla")
+"""The last one captures nothing: see `graphacc.loop.on_torch_xla`."""
+
+_READS_VALUES = 'capture="torch_xla" runs code that follows values of tensors, on torch_xla\'s own runtime and one device'
 
 
 class Fallback:
     """The backend in force; "auto" begins with FX and changes once, for the rest of the run.
 
     Args:
-        choice: one out of `CHOICES`.
+        choice: "auto", "fx" or "lazy".
 
     Raises:
         StrategyError: lazy tensors are chosen for a strategy that they cannot follow.
@@ -41,6 +44,8 @@ class Fallback:
         try:
             return capture()
         except (CaptureError, LoweringError) as error:
+            if self.backend is LAZY:
+                _note_values(error, error)
             if self.backend is not FX or not self._may_change:
                 raise
             if why := self._hindrance():
@@ -65,6 +70,7 @@ class Fallback:
         except GraphAccError as error:
             self.backend = FX
             refusal.add_note(f"capture by lazy tensors was tried too: {error}")
+            _note_values(refusal, error)
             raise refusal from refusal.__cause__
         warnings.warn(
             f"the step is captured by lazy tensors, without the passes on operators, for torch.fx cannot follow it: {refusal}\n"
@@ -73,3 +79,9 @@ class Fallback:
             stacklevel=2,
         )
         return result
+
+
+def _note_values(error: GraphAccError, found: GraphAccError) -> None:
+    """Say what can be done about a model that reads values of tensors, if that is what was found."""
+    if isinstance(found.__cause__, ValueNeeded):
+        error.add_note(_READS_VALUES)

@@ -234,6 +234,8 @@ def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
 
 def prepare(func, args: tuple, kwargs: dict) -> None:
     """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it exposes."""
+    if func in _METADATA:
+        return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     for leaf in pytree.tree_leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None:
             continue

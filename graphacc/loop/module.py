@@ -10,6 +10,7 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
+from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.loop.programs import STATE_KINDS, Compiled
 from graphacc.strategy.in_force import StrategyInForce
 from graphacc.strategy.memory import predict_memory
@@ -126,7 +127,13 @@ def engine_of(model: nn.Module) -> Engine:
 
     Raises:
         TypeError: the model was not compiled.
+        LoopError: it was given to torch_xla's own runtime.
     """
+    if isinstance(model, OnTorchXla):
+        raise LoopError(
+            f'{type(model).__name__} runs on torch_xla\'s own runtime (capture="torch_xla"), which has no part in this: save and load it with '
+            "torch.save and its state_dict()"
+        )
     if not isinstance(model, CompiledModule):
         raise TypeError(f"{type(model).__name__} is no compiled model: call graphacc.compile(model) first")
     return model._graphacc_engine

@@ -1,7 +1,8 @@
 """The programs of a model whose strategy has pipeline stages: every graph is cut into segments, which a schedule drives.
 
 Gradients run over all microbatches by the strategy's schedule; what has no backward, and updates, run once, segment after
-segment. Every parameter lives with its optimizer state on one stage, its home.
+segment. Every parameter lives with its optimizer state on one stage, its home. In a run of several processes each compiles
+the programs of its own stages.
 """
 
 import collections
@@ -11,19 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from jax.sharding import Mesh
 from torch import Tensor
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.programs import STATE_KINDS, Compiled, Programs
-from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import MARK, Segment, cut, marked_places, owner_of, update_places
 from graphacc.runtime import to_device, to_torch
 from graphacc.runtime.devices import select_devices, stage_meshes
-from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on, run_tasks, zeros_on
+from graphacc.runtime.distributed import process_count
+from graphacc.runtime.exchange import SMALL_BYTES
+from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on, run_tasks
 from graphacc.runtime.program import MANUAL_AXES
+from graphacc.runtime.transfer import send_to_all, zeros_on
 from graphacc.strategy.in_force import TensorDecision
 from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order
 
@@ -68,11 +71,6 @@ class PipelinePrograms(Programs):
 
     def __init__(self, strategy, *, num_devices: int, **options):
         super().__init__(strategy, num_devices=num_devices, **options)
-        if jax.process_count() > 1:
-            raise StrategyError(
-                f"pp={strategy.pp} in {jax.process_count()} processes: one process drives a pipeline and must see all devices; "
-                "start one process for them, or use dp, fsdp and tp across processes"
-            )
         self.meshes = stage_meshes(strategy, select_devices(num_devices))
         self.schedule: Schedule = build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
         self.homes: dict[str, int] = {}  # parameter, gradient or optimizer state -> stage
@@ -93,7 +91,7 @@ class PipelinePrograms(Programs):
         tasks = [Task(program=program, microbatch=action.microbatch) for program, action in known if program is not None]
         self._prepare_replicas(compiled)
         runs = self._runs[compiled] = self._runs.get(compiled, 0) + 1
-        recorder = Recorder(self.strategy.pp) if runs <= RECORDED_RUNS else None
+        recorder = Recorder(self.strategy.pp) if runs <= RECORDED_RUNS and process_count() == 1 else None
         try:
             fetched = self._run(compiled, tasks, feeds, recorder)
         finally:
@@ -109,6 +107,7 @@ class PipelinePrograms(Programs):
     ) -> list[Fetched]:
         parts = dict(zip(map(id, compiled.programs), compiled.parts))
         fetched: list[Fetched] = [{} for _ in feeds]
+        results: list[tuple[int, Output, jax.Array, Mesh]] = []
         uploaded: dict[tuple, jax.Array] = {}
 
         def feed(program: StageProgram, item: Input, microbatch: int) -> jax.Array:
@@ -126,10 +125,18 @@ class PipelinePrograms(Programs):
             if item.kind in STATE_KINDS:
                 self.state.set(item, array, self.meshes[program.stage])
             else:
-                fetched[microbatch][item.kind, item.target] = lambda: to_torch(array, item)
+                results.append((microbatch, item, array, self.meshes[program.stage]))
 
         run_tasks(tasks, self.meshes, feed, keep, recorder)
+        for microbatch, item, array, mesh in results:
+            fetched[microbatch][item.kind, item.target] = self._fetcher(array, item, mesh)
         return fetched
+
+    def _fetcher(self, array: jax.Array, item: Output, mesh: Mesh) -> Callable[[], Tensor]:
+        """Small results go to all processes at once, so that each may read them or not; a large one when all read it."""
+        if process_count() > 1 and array.is_fully_replicated and array.nbytes <= SMALL_BYTES:
+            array = send_to_all(array, mesh, self.meshes)
+        return lambda: to_torch(array, item)
 
     def _kept(self, item: Input) -> Input:
         """The item under which the state keeps a value: a replica of a parameter is the parameter."""
@@ -157,7 +164,8 @@ class PipelinePrograms(Programs):
             total, owned = self.state.find(Kind.GRAD, owner)
             part, _ = self.state.find(Kind.GRAD, item.target)
             mesh = self.meshes[compiled.stage_of(Kind.GRAD, owner)]
-            self.state.set(owned, add_on(mesh, owned, total, part), mesh)
+            source = self.meshes[compiled.stage_of(Kind.GRAD, item.target)]
+            self.state.set(owned, add_on(mesh, owned, total, part, source), mesh)
             self.state.discard(Kind.GRAD, item.target)
 
     def _decision(self, item: Input) -> TensorDecision:
@@ -176,15 +184,7 @@ class PipelinePrograms(Programs):
                 f"pp={self.strategy.pp} cuts a graph of operators, but this model was captured by lazy tensors, which give HLO "
                 "alone: use dp, fsdp or tp, or change what FX cannot trace (capture='fx' names the line)"
             )
-        passes = build_pipeline(
-            graph,
-            self.strategy,
-            batch_dims=self._dims(kind, graph),
-            splits=self.splits_of(graph),
-            homes=self.homes,
-            experts=self.experts_of(graph),
-        )
-        graph, _ = run_passes(graph, passes)
+        graph = self._passed(graph, self._dims(kind, graph), homes=self.homes)
         segments = self._cut(kind, graph)
         seconds = captured - start, time.perf_counter() - captured
         parts = []

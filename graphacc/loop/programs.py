@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.build import Step
+from graphacc.loop.description import describe, label
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
 from graphacc.passes.partition.placement import Split
@@ -21,7 +23,8 @@ from graphacc.passes.pipeline import build_pipeline, check_batch, default_batch_
 from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
-from graphacc.runtime.distributed import process_count
+from graphacc.runtime.agreement import digest
+from graphacc.runtime.distributed import agree, note, process_count
 from graphacc.runtime.exchange import from_parts
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
@@ -88,6 +91,7 @@ class Programs:
         self.compiled: list[Compiled] = []
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
+        self._labels: dict[Hashable, str] = {}  # of the programs that several processes run
 
     @property
     def runs_whole_steps(self) -> bool:
@@ -101,10 +105,30 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
-            self._by_key[key] = self._compile(kind, reason, capture)
+            self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
+        if key in self._labels:
+            note(f"runs {self._labels[key]}")
         return self._by_key[key]
+
+    def _agreed(self, key: tuple[str, Hashable], graph: Step) -> Step:
+        """A graph that all processes are about to compile; raises DistributedError where they differ."""
+        count = process_count()
+        if count > 1:
+            settings = {
+                "strategy": self.strategy,
+                "devices": math.prod(self.mesh.shape.values()),
+                "batch=": "local" if self.local_batch else "global",
+                "batch_dims": dict(sorted(self.batch_dims.items())),
+                "annotations": dict(sorted(self.annotations.items())),
+                "fast_compile": self.fast_compile,
+            }
+            dims = default_batch_dims(graph) | self.batch_dims if self.local_batch else {}
+            description = describe(key[0], graph, settings, {name: (dim, count) for name, dim in dims.items() if dim is not None})
+            self._labels[key] = label(description, digest(description))
+            agree(self._labels[key], description)
+        return graph
 
     def run(self, compiled: Compiled, feeds: Mapping[tuple[Kind, str], object]) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
         """Run a program on the state and on `feeds` (the inputs that are no state: a tensor or a number each).
@@ -180,7 +204,16 @@ class Programs:
         if isinstance(graph, HloStep):
             check_batch(graph, self.strategy, dims)
             return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations)
-        graph, _ = run_passes(graph, build_pipeline(graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph)))
+        return self._passed(graph, dims)
+
+    def _passed(self, graph: StepGraph, dims: Mapping[str, int | None], **places: Mapping[str, int]) -> StepGraph:
+        """The graph after all passes; what they say the user should know is logged."""
+        passes = build_pipeline(
+            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), **places
+        )
+        graph, reports = run_passes(graph, passes)
+        for note in dict.fromkeys(note for report in reports for note in getattr(report.details, "notes", ())):
+            log.warning("graphacc: %s", note)
         return graph
 
     def splits_of(self, graph: StepGraph) -> dict[str, Split]:
@@ -212,7 +245,8 @@ class Programs:
         reason = self.splits.reasons.get(item.target, "")
         if item.target in self.experts:
             reason = "; ".join(filter(None, (reason, "one matrix per expert")))
-        who = ["user" if item.target in self.annotations else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
+        pinned = item.target in self.annotations or self.splits.reasons.get(item.target) == "annotation"
+        who = ["user" if pinned else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
         if any(shard.axis == "fsdp" for shard in item.shards):
             who.append("default" if self.strategy.zero is None else "user")
             reason = "; ".join(filter(None, (reason, f"ZeRO-{self.strategy.zero_stage}")))

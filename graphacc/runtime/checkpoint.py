@@ -30,6 +30,7 @@ from graphacc.errors import CheckpointError
 from graphacc.lowering.dtypes import to_jax, to_torch
 from graphacc.runtime import checkpoint_files as files
 from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
+from graphacc.runtime.distributed import note
 from graphacc.runtime.exchange import numpy_view, place, torch_view
 from graphacc.runtime.layout import Item, bounds, extent, pieces, sharding, stored_shape
 
@@ -124,6 +125,7 @@ def _together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         failure = error
+    note("ends a part of saving a checkpoint")
     text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
     messages = multihost_utils.process_allgather(np.frombuffer(text.ljust(_MESSAGE_BYTES, b"\0"), np.uint8))
     if failure is not None:

@@ -17,10 +17,14 @@ from torch.distributed import TCPStore
 
 from graphacc._compat.jax_ import backend_started, distributed_service, slurm_step
 from graphacc.errors import DistributedError
+from graphacc.runtime import agreement
 from graphacc.runtime.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 CONNECT_SECONDS = 300
 """How long a process waits for the others to start."""
+
+WAIT_TIMEOUTS = 10
+"""How many timeouts a process waits for the others before a new program."""
 
 _watchdog: Watchdog | None = None
 
@@ -96,6 +100,28 @@ def process_count() -> int:
 def is_first_process() -> bool:
     """Whether this is the process that should print and write for all: process 0, or the only one."""
     return process_index() == 0
+
+
+def note(action: str) -> None:
+    """Log an action that all processes of the run take part in, before it is started (see `graphacc.runtime.agreement`)."""
+    if _watchdog is not None:
+        _watchdog.note(action)
+
+
+def agree(label: str, description: agreement.Description) -> None:
+    """Wait until all processes of the run are about to compile the same program.
+
+    Args:
+        label: of the program, for one line.
+        description: all that must be the same.
+
+    Raises:
+        DistributedError: they are not; says which process differs and in what.
+    """
+    if _watchdog is not None:
+        number = _watchdog.note(f"{agreement.COMPILES}{label}")
+        _watchdog.report()
+        agreement.agree(distributed_service(), number, description, _watchdog.timeout, WAIT_TIMEOUTS * _watchdog.timeout)
 
 
 def detect(

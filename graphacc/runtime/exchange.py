@@ -21,7 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from graphacc._compat.jax_ import x64
 from graphacc.errors import GraphError
+from graphacc.runtime.distributed import note, process_count, process_index
 from graphacc.runtime.layout import Item, bounds, orders, pieces, sharding, stored_shape
+from graphacc.runtime.transfer import processes_of, settle
 
 _VIEWS = {
     torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
@@ -101,7 +103,7 @@ def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block:
     small = math.prod(shape) * dtype.itemsize <= SMALL_BYTES
     duplicate = np.array if copy and small else np.asarray
     with x64():
-        array = jax.make_array_from_callback(shape, layout, lambda index: duplicate(block(index)))
+        array = jax.make_array_from_callback(shape, layout, lambda index: duplicate(block(index)), dtype=dtype)
         if not copy or small:
             return array
         if layout.mesh.devices.flat[0].platform == "cpu":
@@ -116,10 +118,12 @@ def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor
         copy: False allows the tensor to share the array's memory, if one CPU device holds all of it: only for an array that is
             neither donated nor read by a program after the caller writes into the tensor.
     """
-    if not copy and _is_whole(array, item):
+    if not copy and _is_here(array) and _is_whole(array, item):
         return torch.from_dlpack(array.addressable_shards[0].data)
     result = torch.empty(item.shape, dtype=item.dtype)
     host = numpy_view(result)
+    if not _is_here(array):
+        note(f"reads {item.kind.value} {item.target!r}")
     for index, block in _blocks(array).items():
         values = np.asarray(block)
         for here, there in pieces(tuple(slice(*part) for part in index), item):
@@ -160,8 +164,11 @@ def _stored(host: np.ndarray, item: Item) -> np.ndarray:
 
 def _blocks(array: jax.Array) -> dict[tuple, jax.Array | np.ndarray]:
     """Index ((start, stop), ...) -> block, each once, together the whole array."""
-    if not array.is_fully_addressable and not array.is_fully_replicated:
-        whole = multihost_utils.process_allgather(array, tiled=True)
+    if not _is_here(array):
+        settle()
+        owners = processes_of(array.sharding.device_set)
+        gathered = len(owners) == process_count()
+        whole = multihost_utils.process_allgather(array, tiled=True) if gathered else _from_owners(array, min(owners))
         return {tuple((0, size) for size in array.shape): whole}
     found = {}
     for shard in array.addressable_shards:
@@ -170,6 +177,29 @@ def _blocks(array: jax.Array) -> dict[tuple, jax.Array | np.ndarray]:
             shard.data.copy_to_host_async()
             found[key] = shard.data
     return found
+
+
+def _is_here(array: jax.Array) -> bool:
+    """Whether every process has all values of an array, and reads it without the others."""
+    if array.is_fully_addressable and process_count() == 1:
+        return True
+    return array.is_fully_replicated and len(processes_of(array.sharding.device_set)) == process_count()
+
+
+def _from_owners(array: jax.Array, owner: int) -> np.ndarray:
+    """The values of an array that lies on devices of some processes, in all; process `owner` is one of them."""
+    with x64():
+        replicated = _replicate(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+        host = np.zeros(array.shape, array.dtype)
+        if process_index() == owner:
+            host = np.asarray(replicated.addressable_shards[0].data)
+        data = multihost_utils.broadcast_one_to_all(np.frombuffer(host.tobytes(), np.uint8), is_source=process_index() == owner)
+    return np.asarray(data).view(host.dtype).reshape(host.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _replicate(layout: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=layout)
 
 
 def _is_whole(array: jax.Array, item: Item) -> bool:

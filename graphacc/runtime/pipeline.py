@@ -3,12 +3,12 @@
 Programs are started one after another in an order that respects every dependency, without waiting for any: JAX queues them per
 device, so that stages work at the same time, and a value is sent to its next stage as soon as the program that makes it
 has been started. A value is forgotten when the last program that reads it has been started, so that no more microbatches are
-live on a stage than the schedule says.
+live on a stage than the schedule says. Where the stages lie in several processes, each does the whole list; for a
+stage that is not its own, programs take and give arrays without data (see `graphacc.runtime.transfer`).
 """
 
 import collections
 import dataclasses
-import functools
 import queue
 import threading
 import time
@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import x64
 from graphacc.graph import Input, Kind, Output
-from graphacc.runtime.layout import dtype_of, sharding, stored_shape
 from graphacc.runtime.program import Program
+from graphacc.runtime.transfer import note_started, send, settle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,10 @@ def run_tasks(
             else:
                 arguments.append(feed(part, item, microbatch))
         started = time.perf_counter()
+        if meshes[part.stage].is_multi_process:
+            settle()
         results = part.program(*arguments)
+        note_started(results)
         del arguments
         for item, array in zip(part.program.outputs, results):
             if item.kind is not Kind.CROSS:
@@ -92,7 +94,7 @@ def run_tasks(
                 continue
             for stage, count in readers[item.target].items():
                 here = stage == part.stage
-                values[item.target, microbatch, stage] = array if here else jax.device_put(array, sharding(item, meshes[stage]))
+                values[item.target, microbatch, stage] = array if here else send(array, item, meshes[part.stage], meshes[stage])
                 unread[item.target, microbatch, stage] = count
         if recorder is not None:
             recorder.note(task, started, results)
@@ -117,26 +119,16 @@ def _take(values: dict, unread: dict, key: tuple[str, int, int]) -> jax.Array:
     return values.pop(key)
 
 
-def zeros_on(mesh: Mesh, item: Input | Output) -> jax.Array:
-    """Zeros with the layout of `item`, made on the devices."""
-    with x64():
-        return _zeros(stored_shape(item), dtype_of(item), sharding(item, mesh))()
-
-
-@functools.lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=layout)
-
-
 @jax.jit
 def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b
 
 
-def add_on(mesh: Mesh, item: Input | Output, here: jax.Array, elsewhere: jax.Array) -> jax.Array:
-    """The sum of two arrays with the layout of `item`, one on `mesh` and one on another stage's mesh."""
+def add_on(mesh: Mesh, item: Input | Output, here: jax.Array, elsewhere: jax.Array, source: Mesh) -> jax.Array:
+    """The sum of two arrays with the layout of `item`, one on `mesh` and one on `source`, another stage's mesh."""
+    moved = send(elsewhere, item, source, mesh)
     with x64():
-        return _sum(here, jax.device_put(elsewhere, sharding(item, mesh)))
+        return _sum(here, moved)
 
 
 def _copy(array: jax.Array) -> jax.Array:

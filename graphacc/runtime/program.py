@@ -18,10 +18,12 @@ from graphacc.graph import Input, Output, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.lowering import lower
 from graphacc.runtime.compile_cache import CompileCache, default_directory
+from graphacc.runtime.distributed import process_index
 from graphacc.runtime.hlo_program import spmd_function
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding, stored_shape
 from graphacc.runtime.replan.compiling import CPU_SCHEDULES, SCHEDULE_PREFIX, SCHEDULER_OPTION, compile_and_replan
 from graphacc.runtime.replan.figures import MemoryPlan
+from graphacc.runtime.transfer import processes_of, without_data
 
 log = logging.getLogger("graphacc")
 
@@ -69,7 +71,7 @@ class Program:
         self,
         step: StepGraph | HloStep,
         mesh: Mesh,
-        compiled: jax.stages.Compiled,
+        compiled: jax.stages.Compiled | None,
         *,
         name: str,
         lower_seconds: float,
@@ -119,6 +121,8 @@ class Program:
         """
         check_memory_plan(memory_plan, plan_seconds)
         options = default_options(mesh, fast_compile=fast_compile) | dict(compiler_options or {})
+        if process_index() not in processes_of(mesh.devices.flat):
+            return RemoteProgram(step, mesh, options, name)
         cache = _cache(cache_dir)
         start = time.perf_counter()
         with x64():
@@ -161,8 +165,12 @@ class Program:
         return self._compiled(*arrays)
 
     @property
+    def _executable(self) -> jax.stages.Compiled:
+        return self._compiled
+
+    @property
     def memory(self) -> Memory:
-        stats = self._compiled.memory_analysis()
+        stats = self._executable.memory_analysis()
         return Memory(
             argument_bytes=stats.argument_size_in_bytes,
             output_bytes=stats.output_size_in_bytes,
@@ -173,12 +181,30 @@ class Program:
 
     @property
     def cost(self) -> Cost:
-        counts = self._compiled.cost_analysis()
+        counts = self._executable.cost_analysis()
         return Cost(flops=counts.get("flops", 0.0), bytes_accessed=counts.get("bytes accessed", 0.0))
 
     def hlo_text(self) -> str:
         """The program as XLA optimised it."""
-        return self._compiled.as_text()
+        return self._executable.as_text()
+
+
+class RemoteProgram(Program):
+    """A program on devices of other processes: calls give arrays without data; it is compiled only for its figures and text."""
+
+    def __init__(self, step: StepGraph | HloStep, mesh: Mesh, options: CompilerOptions, name: str):
+        super().__init__(step, mesh, None, name=name, lower_seconds=0.0, compile_seconds=0.0, from_cache=False)
+        self._step = step
+        self._options = options
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(without_data(item, self.mesh) for item in self.outputs)
+
+    @functools.cached_property
+    def _executable(self) -> jax.stages.Compiled:
+        with x64():
+            lowered = _jit(self._step, self.mesh, self.name).lower(*(_abstract(item, self.mesh) for item in self.inputs))
+            return lowered.compile(compiler_options=dict(self._options))
 
 
 def default_options(mesh: Mesh, *, fast_compile: bool = False) -> dict[str, str | bool | int]:
@@ -214,12 +240,12 @@ def check_memory_plan(memory_plan: str, plan_seconds: float) -> None:
 
 def _can_plan(mesh: Mesh) -> bool:
     """Whether programs on this mesh can be planned; if not, XLA's plan is kept, and the reason is logged once."""
-    platform = mesh.devices.flat[0].platform
+    platform, own = mesh.devices.flat[0].platform, processes_of(mesh.devices.flat) == {process_index()}
     if platform != "cpu":
         _log_once(f"planning of executables for {platform} is not supported")
-    elif mesh.is_multi_process:
+    elif not own:
         _log_once("with several processes each would plan for itself, and their collectives could come in different orders")
-    return platform == "cpu" and not mesh.is_multi_process
+    return platform == "cpu" and own
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from graphacc._compat.jax_ import x64
 from graphacc.graph import Kind, local_shape
 from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape
+from graphacc.runtime.transfer import note_started, send, settle
 
 Key = tuple[Kind, str]  # kind and target
 
@@ -64,7 +65,7 @@ class TrainState:
             array, kept = self._values[key]
             if kept.shards != item.shards:
                 array = relayout(array, kept, item, self._meshes[key])
-            copies[mesh] = jax.device_put(array, sharding(item, mesh)), item
+            copies[mesh] = send(array, item, self._meshes[key], mesh), item
         return copies[mesh][0]
 
     def find(self, kind: Kind, target: str) -> tuple[jax.Array, Item]:
@@ -96,10 +97,15 @@ class TrainState:
 def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
     """An item's array in another layout, moved between the devices."""
     assert (old.shape, old.dtype) == (new.shape, new.dtype), f"{old} and {new} are different tensors"
+    if mesh.is_multi_process:
+        settle()
     if stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
-        return jax.device_put(array, sharding(new, mesh))
-    with x64():
-        return _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
+        moved = jax.device_put(array, sharding(new, mesh))
+    else:
+        with x64():
+            moved = _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
+    note_started([moved])
+    return moved
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,12 +6,17 @@ failed (an exception nobody caught) all mean the same: process 0 tells everyone,
 exits with `EXIT_STATUS`. A process that ends without an error says so first. Process 0 publishes its port, and a token
 that connections must show, in JAX's key-value store.
 
+Processes that are all alive can still wait for each other for ever, when they do different things. So a beat tells what its process
+has done of late (see `graphacc.runtime.agreement`): process 0 stops all when two logs differ, or when one process goes on after
+another has ended its script, whose end says how far it came.
+
 Why not JAX's own heartbeats: they abort with a stack trace of C++ that does not name the cause, and its callback for that event cannot be
 used from Python (jaxlib 0.10.2: bad_cast). They stay on, as a second line.
 """
 
 import atexit
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -24,13 +29,17 @@ import threading
 import time
 
 from graphacc._compat.jax_ import DistributedService
+from graphacc.errors import DistributedError
+from graphacc.runtime.agreement import ActionLog, Progress, conflict
 
 DEFAULT_TIMEOUT = 30.0
 EXIT_STATUS = 70
 """Of a process that stops because another one failed (sysexits' EX_SOFTWARE)."""
 
 _KEY = "graphacc/watchdog"
-_MAX_LINE = 4096
+_MAX_LINE = 1 << 16
+_RESTART = "Training cannot go on without it: start all processes again from the last checkpoint"
+_SAME = "Every process must make the same calls in the same order, and as many: start all processes again from the last checkpoint"
 _BLAME_SECONDS = 1.0  # an error may be the echo of another process's death, which is heard of meanwhile
 _FLUSH_SECONDS = 2.0
 
@@ -43,14 +52,12 @@ class _Link:
         self.rank = rank  # of the other side; None until it has said so
         self.name = f"process {rank}"
         self.heard = time.monotonic()
-        self.ended = False  # the other side ends as it should
         self._rest = b""
+        self._sending = threading.Lock()  # the main thread sends too
 
     def send(self, **message) -> None:
-        try:
+        with self._sending, contextlib.suppress(OSError):  # the reading side reports it
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass  # the reading side reports it
 
     def receive(self) -> list[dict] | None:
         """What has come; None at the end of the connection."""
@@ -76,15 +83,20 @@ class Watchdog:
         self.rank = rank
         self.timeout = timeout
         self.links = links
+        self.log = ActionLog()
+        self._others: dict[int, Progress] = {}  # process -> how far it said that it was
         self._listener = listener
         self._token = token
         self._selector = selectors.DefaultSelector()
         for watched in (listener, *(link.connection for link in links)):
             if watched is not None:
                 self._selector.register(watched, selectors.EVENT_READ)
+        self._reporting = threading.Lock()
         self._pid = os.getpid()
         self._failing = False  # this process tells the others of its own error, and ends by itself
+        self._status: object = None  # with which the script asked to be ended
         self._print_error, sys.excepthook = sys.excepthook, self._uncaught
+        self._end_script, sys.exit = sys.exit, self._exit_asked
         atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="graphacc-watchdog", daemon=True).start()
 
@@ -132,11 +144,26 @@ class Watchdog:
             woken = now
             if now - beaten >= pause:
                 beaten = now
-                for link in self.links:
-                    link.send(kind="beat")
+                self.report()
+                self._compare(self.rank)
             for link in list(self.links):
                 if now - link.heard > self.timeout:
                     self._lost(link, f"has not been heard of for {now - link.heard:.0f} s")
+
+    def report(self) -> None:
+        """Tell the other side how far this process is; with every beat, and when it begins to wait."""
+        with self._reporting:  # or an old report could follow the last one
+            progress = self.log.progress()
+            for link in list(self.links):
+                link.send(kind="beat", **dataclasses.asdict(progress))
+
+    def _compare(self, rank: int) -> None:
+        """Process 0 stops all processes where one cannot be doing the same as another."""
+        known = self._others | {self.rank: self.log.progress()}
+        for other in sorted(known.keys() - {rank}) if self._listener is not None else ():
+            first, second = sorted((rank, other))
+            if text := conflict(first, known[first], second, known[second]):
+                self._stop(text, _SAME)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -155,11 +182,12 @@ class Watchdog:
                     self._drop(link)
                     return
                 link.rank, link.name = message["process"], message["name"]
-                link.send(kind="beat")
-            elif message["kind"] == "end":
-                link.ended = True
+                self.report()
+            elif message["kind"] == "beat":
+                self._others[link.rank] = Progress(count=message["count"], last=tuple(message["last"]), ended=message["ended"])
+                self._compare(link.rank)
             elif message["kind"] == "failed":
-                self._stop(message["text"])
+                self._stop(message["text"], message["remedy"])
 
     def _drop(self, link: _Link) -> None:
         self._selector.unregister(link.connection)
@@ -168,38 +196,59 @@ class Watchdog:
 
     def _lost(self, link: _Link, what: str) -> None:
         self._drop(link)
-        if not link.ended and link.rank is not None:
-            self._stop(f"{link.name} {what} at {time.strftime('%H:%M:%S')}")
+        if link.rank is not None and not self._others.get(link.rank, Progress()).ended:
+            self._stop(f"{link.name} {what} at {time.strftime('%H:%M:%S')}", _RESTART)
 
-    def _stop(self, text: str) -> None:
+    def _stop(self, text: str, remedy: str) -> None:
         """Tell the others, print, and end this process: its main thread may never return from a collective."""
         if self._failing:
             return
         for link in self.links:
-            link.send(kind="failed", text=text)
-        message = f"graphacc: process {self.rank} stops: {text}. Training cannot go on without it: start all processes again from the last checkpoint\n"
-        os.write(2, message.encode())
+            link.send(kind="failed", text=text, remedy=remedy)
+        os.write(2, f"graphacc: process {self.rank} stops: {text}. {remedy}\n".encode())
         _exit(EXIT_STATUS)
 
     # ---- the end of this process
 
+    def note(self, action: str) -> int:
+        """Log an action of the main thread that all processes take part in; returns its number, from 1."""
+        self._status = None  # an end that was asked for has not come
+        return self.log.add(action)
+
+    def _exit_asked(self, status: object = None) -> None:
+        """In the place of `sys.exit`, whose status Python tells no exit handler: notes it, and does as ever."""
+        if threading.current_thread() is threading.main_thread():
+            self._status = status
+        self._end_script(status)
+
     def _at_exit(self) -> None:
-        if os.getpid() == self._pid:  # and not in a process that was forked
-            for link in self.links:
-                link.send(kind="end")
+        if os.getpid() != self._pid:  # in a process that was forked
+            return
+        if self._status not in (None, 0):
+            self._fail(f"ended with exit status {_code(self._status)}", _code(self._status))
+        self.log.end()
+        self.report()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback) -> None:
         """Python's hook for an exception that ends the process: print it as ever, and tell the others."""
         self._print_error(kind, error, traceback)
         if os.getpid() != self._pid:
             return
+        self._failing = isinstance(error, DistributedError)  # which tells the cause itself
         time.sleep(_BLAME_SECONDS)
+        self._fail(f"failed with {type(error).__name__}: {str(error)[:1000]}", 1)
+
+    def _fail(self, what: str, status: int) -> None:
         self._failing = True
-        text = f"process {self.rank} (pid {os.getpid()} on {socket.gethostname()}) failed with {type(error).__name__}: {str(error)[:1000]}"
         for link in self.links:
-            link.send(kind="failed", text=text)
+            link.send(kind="failed", text=f"process {self.rank} (pid {os.getpid()} on {socket.gethostname()}) {what}", remedy=_RESTART)
         logging.shutdown()
-        _exit(1)
+        _exit(status)
+
+
+def _code(status: object) -> int:
+    """What the system is told for an argument of `sys.exit`."""
+    return status & 0xFF if isinstance(status, int) else 1
 
 
 def _exit(status: int) -> None:

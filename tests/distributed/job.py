@@ -6,7 +6,6 @@ import sys
 import time
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphacc
 
@@ -14,7 +13,9 @@ torch.set_num_threads(1)
 BATCH, LENGTH, VOCABULARY = 8, 16, 64
 
 
-def model(layers: int = 1) -> GPT2LMHeadModel:
+def model(layers: int = 1) -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # some seconds, which not every task needs
+
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -92,6 +93,50 @@ def failing() -> None:
         step(net, optimizer, number).item()
         if number == 1 and graphacc.distributed.process_index() == 1:
             raise RuntimeError("the data of this process are broken")
+
+
+def differing(what: str, directory: str = "") -> None:
+    """Process 1 does something else than process 0; both are alive. A file of process 1 says that it begins with it."""
+    graphacc.distributed.initialize()
+    odd = graphacc.distributed.process_index() == 1
+    net = graphacc.compile(torch.nn.Linear(4, 4), strategy="fsdp=2", cache_dir=None, fast_compile=True, memory_plan="xla")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = torch.zeros(4 if what == "rows" and odd else 8, 4)
+    for number in range(7 if what == "steps" and odd else 6):
+        if odd and directory and number == {"more": 3, "steps": 6}[what]:
+            open(os.path.join(directory, "1"), "w").close()
+        if number == 3 and odd and what == "more":
+            with torch.no_grad():
+                net(rows)
+        if number == 4 and odd and what == "exit":
+            sys.exit(3)
+        loss = net(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+
+def pipelines(directory: str, strategy: str, *others: str) -> dict:
+    """`losses`; and with the first strategy, losses after a checkpoint, again after it was read back, and evaluated logits."""
+    net, optimizer = compiled(strategy, 2)
+    trained = [step(net, optimizer, number).item() for number in range(5)]
+    graphacc.save_checkpoint(directory, net, optimizer)
+    after = []
+    for _ in range(2):
+        after.append(step(net, optimizer, 5).item())
+        graphacc.load_checkpoint(directory, net, optimizer)
+    net.eval()
+    with torch.no_grad():
+        logits = net(input_ids=batch(0)[:3]).logits
+    parameters = {name: total(value) for name, value in net.state_dict().items()}
+    return {"losses": trained, "after": after, "logits": total(logits), "parameters": parameters, "others": losses(*others)}
+
+
+def total(values: torch.Tensor) -> float:
+    """A number that depends on the places of the values."""
+    flat = values.detach().double().flatten()
+    return (flat.abs() * torch.linspace(1, 2, len(flat)).double()).sum().item()
 
 
 def save(directory: str, steps: str, resume: str = "") -> dict:

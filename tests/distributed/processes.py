@@ -52,6 +52,18 @@ def explicit_variables(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def slurm_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """Of one step on this machine; the coordinator's port follows from the job's number."""
+    return {
+        "SLURM_JOB_ID": str(port),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": str(count),
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
 def environment(**variables: str) -> dict[str, str]:
     """Of a process that sets up its own devices, unlike those of the test session."""
     kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
