@@ -9,6 +9,7 @@ from graphacc.errors import GraphAccError, StrategyError
 from graphacc.loop.engine import Engine, Options
 from graphacc.loop.fallback import CHOICES
 from graphacc.loop.module import attach, engine_of, is_compiled, seed_of_torch
+from graphacc.loop.on_torch_xla import OnTorchXla, run_on_torch_xla
 from graphacc.loop.optimizers import install_hooks
 from graphacc.loop.pipelined import PipelinePrograms
 from graphacc.loop.programs import Programs
@@ -51,6 +52,8 @@ def compile(
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
         capture: "fx" captures operators in a torch.fx graph; "lazy" records HLO with PyTorch/XLA's lazy tensors (needs torch_xla 2.9),
             which follow more code, but give no operators for passes to work on; "auto" takes FX, and lazy tensors where FX refuses.
+            "torch_xla" compiles nothing: the model runs on torch_xla's own runtime, which follows all code, on one device (see
+            `graphacc.loop.on_torch_xla`); options about programs have no effect.
         seed: of the random numbers inside the model; default: torch's current seed.
         max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
         nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
@@ -60,7 +63,7 @@ def compile(
         batch_dims: path of a batch tensor, such as "model.kwargs['src']" -> the dim along which it is split over the data axes, or None
             to give every device all of it. Default: dim 0. Any choice gives the same result; a good one is faster.
         annotations: pattern of parameter names -> how they are split: ``{"*.q_proj.weight": graphacc.P("tp", None)}``. A pin: what is
-            not annotated is decided by the policy of the strategy's axes (see ``model.shardings()``).
+            not annotated is decided by the policy of the strategy's axes (``print(model.strategy)`` shows both).
         cache_dir: directory of the persistent compile cache ("default": the user's cache directory); None turns it off.
         fast_compile: compile faster, for programs that run slower; for debugging and tests.
         memory_plan: "roam" plans the temporaries of every program again after XLA has compiled it (order of operations and
@@ -76,13 +79,19 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"graphacc.compile takes a torch.nn.Module, got {type(model).__name__}")
-    if is_compiled(model):
+    if is_compiled(model) or isinstance(model, OnTorchXla):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
     _check_choice("capture", capture, CHOICES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
     _check_choice("batch", batch, BATCHES)
     check_memory_plan(memory_plan, plan_seconds)
     distributed.initialize()
+    if capture == "torch_xla":
+        asked = dict(max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
+        asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None)
+        _check_not_asked(capture, asked)
+        alone = _choose_strategy(strategy, 1 if devices is None else devices, precision)
+        return run_on_torch_xla(model, alone, seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF)
     chosen = _choose_strategy(strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
@@ -120,11 +129,14 @@ def mark_sharding(tensor: Tensor, spec: Iterable[str | None]) -> Tensor:
 
     Raises:
         StrategyError: an axis is unknown or used twice, or there are more entries than dims.
+        GraphAccError: the parameter's model is compiled already.
     """
     checked = checked_spec(spec)
     if len(checked) > tensor.dim():
         raise StrategyError(f"{checked!r} has {len(checked)} entries, the tensor has shape {list(tensor.shape)}: give at most {tensor.dim()}")
     if isinstance(tensor, nn.Parameter):
+        if hasattr(tensor, "_graphacc_handle"):
+            raise GraphAccError("mark_sharding on a parameter of a compiled model would have no effect: call it before graphacc.compile")
         annotate(tensor, checked)
         return tensor
     return torch.ops.graphacc.mark_sharding(tensor, ",".join(axis or "" for axis in checked))
@@ -145,7 +157,7 @@ def train_step(
         ``step(*args, **kwargs)``: forward, backward, update and zero_grad; returns the loss, which waits for the device when read.
         ``step.model`` is the model.
     """
-    if not is_compiled(model):
+    if not is_compiled(model) and not (isinstance(model, OnTorchXla) and not options):
         compile(model, **options)
     elif options:
         raise TypeError(f"the model is compiled already: {', '.join(options)} must be given to graphacc.compile")
@@ -189,6 +201,12 @@ def _choose_strategy(strategy: Strategy | str | None, devices: int | None, preci
     if precision is not None:
         strategy = strategy.replace(precision=precision)
     return strategy
+
+
+def _check_not_asked(capture: str, options: Mapping[str, object]) -> None:
+    asked = [f"{name}={value!r}" for name, value in options.items() if value]
+    if asked:
+        raise StrategyError(f"{', '.join(asked)}: capture={capture!r} compiles no step that could do this; leave it out, or choose another capture")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

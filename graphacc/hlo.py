@@ -26,12 +26,31 @@ class Draw:
     size: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Stands for a tensor among the arguments of a `WholeCall`."""
+
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeCall:
+    """An operator that stays whole in the captured HLO: a custom call that names it by its place in the step's table."""
+
+    operator: str  # "graphacc.flash_attention.default"
+    arguments: tuple  # all of the operator's, an `Operand` in the place of each tensor
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each
+    module_path: str  # the submodule that called it; for a backward that of the forward
+    stack_trace: str  # lines of the user's code; "" for a backward
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Support:
     """What a step needs of the runtime, which lowers it."""
 
     constrain: Callable[[Key, jax.Array], jax.Array]  # gives the value of a link its layout
     draw: Callable[[Draw, jax.Array], jax.Array]  # random numbers from the key
+    call: Callable[[WholeCall, Sequence[jax.Array]], Sequence[jax.Array]]  # the results, from one array per `Operand`
 
 
 Function = Callable[[Sequence[jax.Array], Support], Sequence[jax.Array]]
@@ -48,6 +67,7 @@ class HloStep:
     num_operators: int  # of the captured HLO
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # target of a BUFFER input -> its fixed value
     links: tuple[Output, ...] = ()  # gradients that one part gives and the next takes
+    calls: tuple[WholeCall, ...] = ()  # the operators that are whole in it
 
     def donations(self) -> dict[int, int]:
         """Output index -> index of the input that it replaces (same kind and target)."""
@@ -88,6 +108,7 @@ def joined(first: HloStep, second: HloStep) -> HloStep:
         num_operators=first.num_operators + second.num_operators,
         constants=first.constants | second.constants,
         links=(*first.links, *links, *second.links),
+        calls=(*first.calls, *second.calls),
     )
 
 

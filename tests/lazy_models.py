@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo import HIDDEN, SEQ, Output, ScaledSquare
 
+import graphacc
+
 
 class DepthSchedule(nn.Module):
     """A residual network whose branches are scaled by a schedule, which its forward computes with torch and reads as numbers.
@@ -86,6 +88,45 @@ class Dropouts(nn.Module):
         hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
         noise = torch.empty_like(hidden).uniform_(-0.1, 0.1)
         logits = self.head(self.dropout(hidden) + noise)[:, -1]
+        return Output(F.cross_entropy(logits, labels), logits)
+
+
+class GroupedAttention(nn.Module):
+    """Attention with 2 key heads, by torch's function or by our own, under one of several masks."""
+
+    def __init__(self, heads: int, mask: str, bias: bool, own: bool, dropout: float):
+        super().__init__()
+        size = HIDDEN // heads
+        self.heads, self.mask, self.own, self.dropout = heads, mask, own, dropout
+        self.q, self.k, self.v = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 2 * size), nn.Linear(HIDDEN, 2 * size)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.bias = nn.Parameter(torch.randn(1, heads, 1, SEQ)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (heads, -1)).transpose(1, 2) for layer, heads in ((self.q, self.heads), (self.k, 2), (self.v, 2)))
+        seen = x[..., 0] < 1.0  # [B, S]
+        if self.own:
+            mixed = graphacc.flash_attention(q, k, v, causal=True, window=5, bias=self.bias, dropout=self.dropout, segment_ids=seen.long())
+        else:
+            mask = self.bias
+            if self.mask == "bool":
+                mask = seen[:, None, None] & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+            elif self.mask == "finite":
+                mask = torch.where(seen[:, None, None], 0.0, torch.finfo(x.dtype).min)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=mask is None, enable_gqa=self.heads != 2)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Attends(nn.Module):
+    """One attention and a head."""
+
+    def __init__(self, heads: int = 4, mask: str = "", bias: bool = False, own: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.attention = GroupedAttention(heads, mask, bias, own, dropout)
+        self.head = nn.Linear(HIDDEN, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        logits = self.head(self.attention(x))[:, -1]
         return Output(F.cross_entropy(logits, labels), logits)
 
 

@@ -78,6 +78,11 @@ def annotate_nodes(values):
     torch.fx.traceback.current_meta["custom"] = values
 
 
+def annotation():
+    """The last values given to `annotate_nodes`."""
+    return torch.fx.traceback.current_meta.get("custom", {})
+
+
 @contextlib.contextmanager
 def patched(owner, **replacements):
     """Set attributes of a module or a class for the time of the block; names that it lacks are removed again."""

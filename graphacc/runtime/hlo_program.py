@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from graphacc.graph import Input, Kind, Output
 from graphacc.hlo import Draw, HloStep, Key, Support, key_of
 from graphacc.lowering.registry import find
+from graphacc.runtime.hlo_calls import caller
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding
 
 
@@ -24,7 +25,7 @@ def spmd_function(step: HloStep, mesh: Mesh) -> Callable[..., tuple[jax.Array, .
     def constrain(key: Key, value: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(value.astype(dtype_of(links[key])), sharding(links[key], mesh)) if mesh.size > 1 else value
 
-    support = Support(constrain=constrain, draw=_draw)
+    support = Support(constrain=constrain, draw=_draw, call=caller(step, mesh))
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         whole = [_gathered(array, item, mesh) for array, item in zip(arrays, step.inputs, strict=True)]

@@ -23,6 +23,9 @@ class P(tuple):
     def __new__(cls, *entries: str | None) -> "P":
         return super().__new__(cls, entries)
 
+    def __getnewargs__(self) -> tuple:
+        return tuple(self)  # for copies and pickles, which would give the entries as one
+
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 

@@ -136,6 +136,28 @@ def test_norms(order):
         assert_close(value, expected)
 
 
+def test_an_empty_list_of_dims_is_all_dims():
+    def function(x):
+        norms = x.norm(), torch.norm(x, dim=()), torch.linalg.vector_norm(x, 2, ())
+        return *norms, x.amax(), x.amin(keepdim=True), x.sum(()), x.mean([]), *torch.var_mean(x, ()), x.nansum(()), x.sum(0).sum([])
+
+    x = torch.randn(3, 4)
+    for got, expected in zip(run(function, x), function(x), strict=True):
+        assert_close(got, expected)
+
+
+def test_new_tensors_and_views_of_dims_of_size_1():
+    def function(x):
+        new = x.new_tensor([1.0, 2.0, 3.0])
+        new[0] = 5.0
+        shifted = x.new_tensor(1.0) + x
+        return new, shifted.select(5, 0).select(3, 0), torch.nn.functional.adaptive_avg_pool2d(x[..., 0, :, 0], (9, 4)), torch.roll(x[:0], 1, 0)
+
+    x = torch.randn(2, 3, 9, 1, 7, 2)
+    for got, expected in zip(run(function, x), function(x), strict=True):
+        assert_close(got, expected)
+
+
 def test_counts():
     x = torch.tensor([[0.0, 2.0, -1.0], [0.0, 0.0, 3.0]])
     got = run(lambda x: [torch.count_nonzero(x), torch.count_nonzero(x, 1), torch.count_nonzero(x, (0, 1))], x)

@@ -5,6 +5,7 @@ It follows what torch.fx cannot: every tensor is an ordinary torch.Tensor with v
 """
 
 from graphacc.capture.backend import Backend
+from graphacc.capture.lazy.dispatch import ValueNeeded
 from graphacc.capture.lazy.shapes import infer_call
 from graphacc.capture.lazy.trace import trace
 from graphacc.capture.lazy.xla import DEVICE, installed
@@ -13,4 +14,4 @@ from graphacc.hlo import joined
 LAZY = Backend(name="lazy", trace=trace, joined=joined, device_type=DEVICE, replicates=False)
 """HLO, recorded by lazy tensors: an HloStep."""
 
-__all__ = ["LAZY", "infer_call", "installed"]
+__all__ = ["LAZY", "ValueNeeded", "infer_call", "installed"]

@@ -4,7 +4,9 @@ torch_xla records most operators by itself. The mode here sees each one first, a
 
 - puts it on the XLA device: what the model makes "on the CPU" is part of the step too,
 - draws random numbers from the step's key, with the same streams as the FX capture (torch_xla's own would depend on its seed),
-- promotes dtypes as torch does: torch_xla lets a float64 number of shape [] widen a whole float32 tensor,
+- promotes dtypes and reads empty lists of dims as torch does: torch_xla lets a float64 number of shape [] widen a whole float32
+  tensor, and reduces no dim where torch reduces all,
+- keeps attention and shardings whole, as custom calls (`whole`),
 - answers a question for a value that no input of the step has a part in, and refuses any other.
 """
 
@@ -19,7 +21,8 @@ from graphacc._compat.torch_ import decomposition, python_body
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.rewrites import Rewrites
-from graphacc.capture.lazy.written_out import written_out
+from graphacc.capture.lazy.whole import WholeCalls
+from graphacc.capture.lazy.written_out import is_wrong, written_out
 from graphacc.capture.randomness import Streams
 from graphacc.errors import CaptureError
 from graphacc.hlo import Draw
@@ -28,6 +31,14 @@ aten = torch.ops.aten
 
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+_REDUCTIONS = frozenset(
+    {
+        aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.correction, aten.std.correction,
+        aten.var_mean.correction, aten.std_mean.correction, aten.nansum.default, aten.linalg_vector_norm.default,
+        aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype,
+    }
+)  # fmt: skip
+_LIFTS = (aten.lift.default, aten.lift_fresh.default)  # where a new tensor of the model's begins
 _DRAWS = {torch.ops.graphacc.random_bits.default: torch.int64, torch.ops.graphacc.random_uniform.default: torch.float32}
 _BUILT_IN = ("aten", "prims")
 _BACKENDS = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
@@ -57,23 +68,30 @@ class LazyMode(TorchDispatchMode):
         self._key = None if key is None else xla.tensor_id(key)
         self._random = {} if key is None else Streams(_inner(key), first_stream).table()
         self.drawn: dict[int, Draw] = {}  # identity of a placeholder -> the random numbers that it stands for
+        self.whole = WholeCalls(self.drawn, None if key is None else _inner(key))
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inside = any(_is_inner(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+        inside = func not in _LIFTS and any(_is_inner(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+        func = _copying(func) if inside else func
         if func in _READS or (func is aten._to_copy.default and _to_host(args, kwargs)):
             return self._read(func, args, kwargs or {})
         _check_target(func, args)
         args, kwargs = self._on_device(func, args, dict(kwargs or {}))
+        args, kwargs = _over_all_dims(args, kwargs, func) if func in _REDUCTIONS else (args, kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.whole.note(func, args)
         if func in self._random:
             with self:
                 result = self._random[func](*args, **_without_device(kwargs))
         elif func in _DRAWS and xla.tensor_id(args[0]) == self._key and args[-1] is None:
             result = self._draw(func, *args)
+        elif (record := self.whole.recorder(func)) is not None:
+            with self:
+                result = record(*args, **kwargs)
         elif _has_dynamic_shape(func, args, kwargs):
             result = self._dynamic(func, args, kwargs, given)
-        elif func in written_out() or not _has_form(func):
+        elif func in written_out() or not _has_form(func) or is_wrong(func, args, kwargs):
             result = self._without_form(func, args, kwargs, given)
         elif (body := _body(func)) is not None:
             with self, Rewrites():
@@ -160,6 +178,27 @@ def _record(func, args: tuple, kwargs: dict) -> object:
         if "Unexpected execution" not in str(error):
             raise
         raise NotRecorded(f"torch_xla computes {func} on the host for these arguments") from error
+
+
+@functools.cache
+def _copying(func):
+    """The operator that copies what a view shows: torch_xla makes views of tensors without the wrapper by strides, where dims of
+    size 1 are confused.
+    """
+    packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_copy", None) if func.is_view else None
+    return getattr(packet, func._overloadname, func) if packet is not None else func
+
+
+def _over_all_dims(args: tuple, kwargs: dict, func) -> tuple[tuple, dict]:
+    """The arguments of a reduction, in which an empty list of dims, to torch all of them and to torch_xla none, is all of them."""
+    place, argument = next((i, argument) for i, argument in enumerate(func._schema.arguments) if argument.name == "dim")
+    dims = args[place] if place < len(args) else kwargs.get("dim", argument.default_value)
+    if dims != []:
+        return args, kwargs
+    every = list(range(args[0].dim()))
+    if place < len(args):
+        return (*args[:place], every, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "dim": every}
 
 
 def _has_dynamic_shape(func, args: tuple, kwargs: dict) -> bool:

@@ -43,7 +43,7 @@ def trace(
         with mode, Rewrites(), source:
             results = program(list(tensors))
         _check_replaced(mode, replaced)
-        return _signed(slots, places, mode.drawn, results, constants, what)
+        return _signed(slots, places, mode, results, constants, what)
 
 
 def _check_replaced(mode: LazyMode, replaced: Mapping[int, str]) -> None:
@@ -56,7 +56,7 @@ def _check_replaced(mode: LazyMode, replaced: Mapping[int, str]) -> None:
 
 
 def _signed(
-    slots: Sequence[Slot], places: Mapping[int, int], drawn: Mapping[int, Draw], results: Results, prefix: str, what: str
+    slots: Sequence[Slot], places: Mapping[int, int], mode: LazyMode, results: Results, prefix: str, what: str
 ) -> HloStep:
     tensors = [tensor for _, _, tensor in results]
     ids, values = xla.leaves(tensors)
@@ -66,7 +66,7 @@ def _signed(
         Input(name=name, kind=slot.kind, target=slot.target, shape=slot.shape, dtype=slot.dtype, aliases=slot.aliases)
         for name, slot in zip(unique_names(slots), slots)
     ]
-    constants: dict[str, Tensor] = {}
+    constants, drawn, calls = {}, mode.drawn, mode.whole.calls
     key = next((place for place, slot in enumerate(slots) if slot.kind is Kind.KEY), None)
     feeds: list[int | Draw] = []  # what each parameter of the module takes: the input of that index, or random numbers
     for number, value in zip(ids, values):
@@ -80,7 +80,8 @@ def _signed(
     kept = [i for i in range(len(results)) if i not in unchanged]
 
     def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
-        made = module.call([support.draw(feed, arrays[key]) if isinstance(feed, Draw) else arrays[feed] for feed in feeds])
+        given = [support.draw(feed, arrays[key]) if isinstance(feed, Draw) else arrays[feed] for feed in feeds]
+        made = module.call(given, lambda number, operands: support.call(calls[number], operands))
         return [made[i] for i in kept]
 
     return HloStep(
@@ -89,6 +90,7 @@ def _signed(
         outputs=tuple(_output(*results[i]) for i in kept),
         num_operators=module.num_operators,
         constants=constants,
+        calls=tuple(calls[number] for number in module.whole_calls),
     )
 
 

@@ -1,11 +1,13 @@
 """Operators that are recorded in elementary ones, because torch_xla's own form is wrong, slow to partition, or runs on the host."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from graphacc._compat.torch_ import decomposition
 from graphacc.capture.decompositions import decompositions
 
 aten = torch.ops.aten
@@ -17,6 +19,8 @@ _BY_DECOMPOSITION = (
     aten.native_layer_norm_backward.default,
     aten.native_group_norm.default,
     aten.native_group_norm_backward.default,
+    aten.aminmax.default,  # torch_xla gives its results the shape of the whole tensor
+    aten.roll.default,  # torch_xla divides by the size of a dim, which may be zero: the process would die
     aten.linalg_vector_norm.default,  # torch_xla gives a wrong number for the norm of order infinity
     aten.norm.Scalar,
     aten.norm.ScalarOpt_dim,
@@ -36,8 +40,39 @@ def written_out() -> dict[torch._ops.OpOverload, Callable]:
         aten.histc.default: _histc,
         aten.count_nonzero.default: _count_nonzero,  # torch_xla records the shape of the whole tensor
         aten.count_nonzero.dim_IntList: _count_nonzero,
+        aten._chunk_cat.default: decomposition(aten._chunk_cat.default),  # torch's own form resizes, which is lost
         aten.linalg_inv_ex.default: _refused,  # torch_xla's `info` has another shape
     }
+
+
+_AVG_POOLS = frozenset(
+    {aten.avg_pool2d.default, aten.avg_pool3d.default, aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default}
+)
+_ADAPTIVE = frozenset({aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default})
+_NLL_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss_backward.default})
+_NEAREST = frozenset({aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default})
+_ADAPTIVE_BACKWARD = {aten._adaptive_avg_pool2d_backward.default: 2, aten._adaptive_avg_pool3d_backward.default: 3}
+
+
+def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether torch_xla's own form of an operator gives another result than torch for these arguments.
+
+    It knows no divisor and no uneven last window of average pooling, pools to sizes that do not divide to wrong shapes, and is wrong about
+    enlargement by fractions and distances of order 0 and infinity. The loss of one sample without a batch ends the process.
+    """
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    if func in _NEAREST:
+        return any(scale is not None and scale != int(scale) for scale in (given.get("scales_h"), given.get("scales_w")))
+    if func in _AVG_POOLS:
+        return bool(given.get("ceil_mode")) or given.get("divisor_override") is not None
+    if func in _ADAPTIVE:
+        return any(size % max(out, 1) for size, out in zip(args[0].shape[-len(args[1]) :], args[1]))
+    if func in _ADAPTIVE_BACKWARD:
+        dims = _ADAPTIVE_BACKWARD[func]
+        return any(size % max(out, 1) for size, out in zip(args[1].shape[-dims:], args[0].shape[-dims:]))
+    if func in _NLL_LOSSES:
+        return given["self"].dim() == 1
+    return func is aten._pdist_forward.default and given.get("p", 2.0) in (0.0, math.inf)
 
 
 def _count_nonzero(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """torch_xla's private API, in one place. Tried with torch_xla 2.9.0, the last release, which loads with torch 2.9 alone.
 
-torch_xla only traces here: its tensors stand for data that it never gets, and nothing is executed but constants of the
+In a capture torch_xla only traces: its tensors stand for data that it never gets, and nothing is executed but constants of the
 model's code. Its import edits the environment, for its own client, which is started at once; then the environment is put back.
 """
 
@@ -96,6 +96,30 @@ def executing() -> Iterator[None]:
         xla._set_allow_execution(before)
 
 
+@functools.cache
+def runtime_device() -> torch.device:
+    """The device of torch_xla's own runtime, on which from now on everything is executed that is not traced here."""
+    import torch_xla
+
+    library()._set_allow_execution(True)
+    return torch_xla.device()
+
+
+def set_seed(seed: int) -> None:
+    """Set the seed of torch_xla's own random numbers."""
+    import torch_xla
+
+    torch_xla.manual_seed(seed)
+
+
+def run_recorded(tensors: Sequence[Tensor]) -> None:
+    """Execute what torch_xla has recorded for the values of `tensors`, without waiting for it.
+
+    Not ``torch_xla.sync()``: that also runs what is left over of a failed capture, whose placeholders would end the process.
+    """
+    library()._xla_sync_multi(list(tensors), [], False, True)
+
+
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor without data or memory that becomes a parameter of the graph.
 
@@ -106,6 +130,12 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
     empty = create_placeholder_tensor(tuple(shape), dtype)
     return torch.view_copy(empty, empty.shape)
+
+
+def custom_call(operands: Sequence[Tensor], target: str, results: Sequence[tuple[Sequence[int], torch.dtype]], config: str) -> list[Tensor]:
+    """The results, of given shapes and dtypes, of a custom call that the graph makes and nobody here could execute."""
+    shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
+    return library()._xla_custom_call(list(operands), target, shapes, dtypes, False, config, 0, {})
 
 
 def tensor_id(tensor: Tensor) -> int:
