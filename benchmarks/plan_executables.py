@@ -4,10 +4,12 @@ Every row is one model's whole step (forward, backward, AdamW) on one mesh, comp
 schedule, with its memory-optimised one, and planned (`memory_plan="roam"`). The bound is certified: no order and no addresses
 that keep the planned executable's dependencies and in-place updates need less. "seconds" is what planning took. The programs run
 `--steps` steps from the same arrays; "bits" says whether all outputs of all devices are equal. "FX" is what
-`graphacc.strategy.memory` predicts from the graph, without compiling. `--timed N` adds the step time of the planned program
-relative to the memory-optimised and the default one: medians of N steps of each, in turn; claim it on a quiet machine only.
+`graphacc.strategy.memory` predicts from the graph, without compiling, and "FX/" that relative to what the planned program has.
+`--timed N` adds the step time of the planned program relative to the memory-optimised and the default one, and of the
+memory-optimised one relative to itself, which is how exact the other two are: medians of the ratios of N rounds, in each of which
+all run. Claim them on a quiet machine only.
 
-    python benchmarks/plan_executables.py     # all models, one device and fsdp=8: ten minutes on two cores
+    python benchmarks/plan_executables.py     # all models, one device, fsdp=8 and tp=2,fsdp=4: fifteen minutes on two cores
     python benchmarks/plan_executables.py gpt2 vit --strategy tp=2,fsdp=4 --seconds 10 --timed 15
 """
 
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ from graphacc.runtime import Program, select_devices
 from graphacc.strategy.memory import predict_memory
 
 HIDDEN, LAYERS, HEADS, VOCABULARY, LENGTH, BATCH = 256, 4, 8, 2048, 128, 8
+STRATEGIES = ["one", "fsdp=8", "tp=2,fsdp=4"]
 SCHEDULES = {"default": "DEFAULT", "memory": "MEMORY_OPTIMIZED"}
 
 # --- models: the architectures of tests/zoo.py, large enough for temporaries to dominate ---
@@ -147,11 +151,16 @@ class Row:
     predicted: int  # from the graph
     seconds: float
     bits_equal: bool
-    time_ratios: tuple[float, float] | None  # planned / memory-optimised, planned / default
+    time_ratios: tuple[float, ...] | None  # planned / memory-optimised, planned / default, memory-optimised / itself
 
     @property
     def to_best(self) -> float:
         return self.planned / min(self.default, self.memory)
+
+    @property
+    def to_planned(self) -> float:
+        """The prediction from the graph, relative to what the planned program has."""
+        return self.predicted / self.planned
 
     @property
     def is_certified(self) -> bool:
@@ -168,6 +177,7 @@ class Row:
             *(f"{ratio:.3f}" for ratio in ratios),
             f"{self.seconds:.1f}",
             f"{self.predicted / 1e6:.1f}",
+            f"{self.to_planned:.2f}",
             "equal" if self.bits_equal else "DIFFER",
             " ".join(f"{ratio:.2f}" for ratio in self.time_ratios or ()),
         )
@@ -175,9 +185,9 @@ class Row:
 
 HEADER = (
     *("model", "strategy", "default", "memory", "planned", "bound"),
-    *("/default", "/best", "/bound", "seconds", "FX", "bits", "time"),
+    *("/default", "/best", "/bound", "seconds", "FX", "FX/", "bits", "time"),
 )
-WIDTHS = (10, 12, 8, 8, 8, 8, 8, 6, 6, 7, 7, 6, 9)
+WIDTHS = (10, 12, 8, 8, 8, 8, 8, 6, 6, 7, 7, 5, 6, 14)
 
 
 def measure(name: str, strategy: str, options: argparse.Namespace) -> Row:
@@ -262,16 +272,20 @@ def _run(program: Program, graph: StepGraph, arguments: list[jax.Array], steps: 
     return found
 
 
-def _time(programs: dict[str, Program], graph: StepGraph, arguments: list[jax.Array], count: int) -> tuple[float, float]:
-    current = {title: _copy(arguments) for title in programs}
-    seconds: dict[str, list[float]] = {title: [] for title in programs}
+def _time(programs: dict[str, Program], graph: StepGraph, arguments: list[jax.Array], count: int) -> tuple[float, ...]:
+    """Medians, over rounds in each of which all run in random order: planned / memory, planned / default, memory / itself."""
+    running = programs | {"again": programs["memory"]}
+    current = {title: _copy(arguments) for title in running}
+    rounds: list[dict[str, float]] = []
     for _ in range(count + 1):
-        for title, program in programs.items():
+        seconds = {}
+        for title in random.sample(list(running), len(running)):
             start = time.perf_counter()
-            current[title], _ = _step(program, graph, current[title])
-            seconds[title].append(time.perf_counter() - start)
-    medians = {title: statistics.median(values[1:]) for title, values in seconds.items()}
-    return medians["planned"] / medians["memory"], medians["planned"] / medians["default"]
+            current[title], _ = _step(running[title], graph, current[title])
+            seconds[title] = time.perf_counter() - start
+        rounds.append(seconds)
+    pairs = (("planned", "memory"), ("planned", "default"), ("memory", "again"))
+    return tuple(statistics.median(seconds[a] / seconds[b] for seconds in rounds[1:]) for a, b in pairs)
 
 
 # --- the table ---
@@ -280,7 +294,9 @@ def _time(programs: dict[str, Program], graph: StepGraph, arguments: list[jax.Ar
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}; default: all")
-    parser.add_argument("--strategy", action="append", help='"one" (device) or a strategy; repeatable (default: one, fsdp=8)')
+    parser.add_argument(
+        "--strategy", action="append", help=f'"one" (device) or a strategy; repeatable (default: {" ".join(STRATEGIES)})'
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="plan_seconds (default 3)")
     parser.add_argument("--steps", type=int, default=3, help="steps whose bits are compared (default 3)")
     parser.add_argument("--timed", type=int, default=0, metavar="N", help="steps to time; default: none")
@@ -289,10 +305,10 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown models {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
     transformers.logging.set_verbosity_error()
-    print("MB of one device; columns with / are planned relative to that; time: planned / memory, planned / default")
+    print("MB of one device; columns with / are planned relative to that; time: planned / memory, planned / default, memory / itself")
     _print(HEADER)
     rows = []
-    strategies = options.strategy or ["one", "fsdp=8"]
+    strategies = options.strategy or STRATEGIES
     select_devices(max(1 if text == "one" else graphacc.Strategy.parse(text).num_devices for text in strategies))
     for strategy in strategies:
         for name in options.models:
@@ -314,6 +330,8 @@ def _conclude(rows: list[Row]) -> None:
     above = [f"{row.name} {row.strategy}" for row in rows if row.planned > row.default]
     open_ = [f"{row.name} {row.strategy} ({row.planned / max(1, row.lower_bound):.3f})" for row in rows if not row.is_certified]
     print(f"above XLA's default: {', '.join(above) or 'none'}; more than 1 % above the bound: {', '.join(open_) or 'none'}")
+    predictions = [row.to_planned for row in rows]
+    print(f"prediction from the graph / planned: {min(predictions):.2f} to {max(predictions):.2f}")
     print(f"bits: {'all equal' if all(row.bits_equal for row in rows) else 'DIFFERENT'}")
 
 

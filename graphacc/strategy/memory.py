@@ -1,8 +1,9 @@
 """Predicting the memory of a step on one device from its StepGraph, without compiling it.
 
-The graph is walked in its order with the live ranges that a compiler leaves: views share their base's memory, an
-element-wise operator whose users can all compute it on the fly is never stored (its operands live longer instead), and
-an output that replaces an input is written in place.
+Counted is what a compiler stores: views share their base's memory, an element-wise operator whose users can all compute it
+on the fly is never stored (its operands live longer instead; but XLA repeats for several users only what is cheap and reads one
+tensor of its size), and an output that replaces an input is written in place. The order is the best of a few quick ones, since
+the compiled program's is planned as well.
 """
 
 import dataclasses
@@ -11,9 +12,12 @@ import operator
 
 import torch
 import torch.fx
-from torch.utils import _pytree as pytree
 
+import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.graph import StepGraph
+from graphacc.passes.memory.order.graph import compile_problem
+from graphacc.passes.memory.order.heuristics import HEURISTICS
+from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
 
@@ -29,6 +33,7 @@ _VIEWS = frozenset(
         _aten.alias.default,
         _aten.detach.default,
         torch.ops._c10d_functional.wait_tensor.default,
+        torch.ops.graphacc.after.default,
     }
 )
 """Operators whose result shares, or can share, the memory of their first operand."""
@@ -50,7 +55,31 @@ _COMPUTED_ON_THE_FLY = frozenset(
         torch.ops.graphacc.random_uniform.default,
     }
 )
-_REDUCTIONS = frozenset({_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default, _aten.amax.default, _aten.amin.default})
+_EXPENSIVE = frozenset(
+    {
+        _aten.exp.default,
+        _aten.tanh.default,
+        _aten.sigmoid.default,
+        _aten.log.default,
+        _aten.rsqrt.default,
+        _aten.sqrt.default,
+        _aten.div.Tensor,
+        _aten.erf.default,
+        _aten.pow.Tensor_Scalar,
+    }
+)
+_REDUCTIONS = frozenset(
+    {
+        _aten.sum.dim_IntList,
+        _aten.sum.default,
+        _aten.mean.dim,
+        _aten.mean.default,
+        _aten.amax.default,
+        _aten.amin.default,
+    }
+)
+
+_ORDERS = ("program order", "immediate updates", "eager free")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +87,7 @@ class MemoryPrediction:
     """Bytes on one device."""
 
     argument_bytes: int  # parameters, buffers, optimizer state and batch
-    temporary_bytes: int  # largest sum of values that live at once, arguments aside
+    temporary_bytes: int  # largest sum of values that live at once, arguments and outputs aside
     output_bytes: int  # outputs that replace no input
 
     @property
@@ -67,50 +96,62 @@ class MemoryPrediction:
 
 
 def predict_memory(step: StepGraph) -> MemoryPrediction:
-    """Predict the memory of one device for a step, in its graph's order.
+    """Predict the memory of one device for a step.
 
     Args:
         step: a graph whose shapes are those of one device (after the passes).
     """
-    nodes = list(step.graph.nodes)
-    owners = _owners(nodes)
-    last_use = _last_uses(nodes, owners)
-    outputs = {owners.get(node, node) for node in step.results}
-    live = peak = 0
-    expiring: dict[int, int] = {}
-    for time, node in enumerate(nodes):
-        if node.op == "call_function" and owners.get(node) is node and node not in outputs:
-            size = _size_bytes(node)
-            live += size
-            expiring[last_use[node]] = expiring.get(last_use[node], 0) + size
-        peak = max(peak, live)
-        live -= expiring.pop(time, 0)
+    graph = compile_problem(_problem(step))
     donated = step.donations()
     return MemoryPrediction(
         argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
-        temporary_bytes=peak,
+        temporary_bytes=min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS),
         output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
     )
 
 
-def _owners(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node | None]:
-    """Node -> the node whose memory holds its value; None for a value that is never stored."""
-    owners: dict[torch.fx.Node, torch.fx.Node | None] = {}
-    for node in nodes:
-        if node.op == "call_function" and node.target in _VIEWS:
-            base = node.args[0]
-            owners[node] = owners[base] if owners[base] is not None else node
-        elif node.op == "call_function" and _computed_on_the_fly(node):
-            owners[node] = None
+def _problem(step: StepGraph) -> Problem:
+    """One operator for each call whose values are stored; it reads what it needs itself, and through values computed on the fly.
+
+    Arguments and outputs have memory of their own, and are left out, or have no bytes.
+    """
+    buffers: list[Buffer] = []
+    operators: list[Operator] = []
+    made: dict[torch.fx.Node, range] = {}  # the buffers that a call creates
+    places: dict[torch.fx.Node, frozenset[int]] = {}  # the buffers that are read where a node's value is used
+    for node in step.graph.nodes:
+        reads = frozenset().union(*(places[operand] for operand in node.all_input_nodes))
+        base = node.args[0] if node.op == "call_function" and node.target in _VIEWS else None
+        if node.op != "call_function":
+            places[node] = frozenset()
+        elif node.target is operator.getitem and base in made:
+            places[node] = frozenset({made[base][node.args[1]]})
+        elif base is not None:
+            places[node] = places[base]
+        elif _computed_on_the_fly(node):
+            places[node] = reads
         else:
-            owners[node] = node
-    return owners
+            made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
+            places[node] = frozenset(made[node])
+            buffers += [Buffer(name=node.name, size=size) for size in _sizes(node)]
+            operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node])))
+    for number in frozenset().union(*(places[node] for node in step.results)):
+        buffers[number] = dataclasses.replace(buffers[number], size=0)
+    return Problem(operators=tuple(operators), buffers=tuple(buffers))
 
 
 def _computed_on_the_fly(node: torch.fx.Node) -> bool:
-    if not _is_fusible(node) or not node.users:
+    if node.op != "call_function" or not _is_fusible(node) or not node.users:
+        return False
+    if len(node.users) > 1 and not _may_be_repeated(node):
         return False
     return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in node.users)
+
+
+def _may_be_repeated(node: torch.fx.Node) -> bool:
+    """Whether each of several users computes the value for itself: XLA weighs the work, and the bytes that are read again."""
+    size = _size_bytes(node)
+    return node.target not in _EXPENSIVE and sum(_size_bytes(operand) >= size for operand in node.all_input_nodes) <= 1
 
 
 def _is_fusible(node: torch.fx.Node) -> bool:
@@ -120,26 +161,12 @@ def _is_fusible(node: torch.fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-def _last_uses(nodes: list[torch.fx.Node], owners: dict[torch.fx.Node, torch.fx.Node | None]) -> dict[torch.fx.Node, int]:
-    """Owner -> position of the last node that reads its memory, through views and values computed on the fly."""
-    position = {node: i for i, node in enumerate(nodes)}
-    read_until: dict[torch.fx.Node, int] = {}
-    last: dict[torch.fx.Node, int] = {}
-    for node in reversed(nodes):
-        own = max((_reach(user, position, owners, read_until) for user in node.users), default=position[node])
-        read_until[node] = own
-        if (owner := owners.get(node)) is not None:
-            last[owner] = max(last.get(owner, 0), own)
-    return last
-
-
-def _reach(user: torch.fx.Node, position: dict, owners: dict, read_until: dict) -> int:
-    """When a user has read its operand: at its own place, or at its users' where it is computed there."""
-    if user.op == "call_function" and owners.get(user) is None:
-        return max(position[user], read_until[user])
-    return position[user]
+def _sizes(node: torch.fx.Node) -> list[int]:
+    """Bytes of each value that a node returns."""
+    values = node.meta["val"]
+    values = values if isinstance(values, (tuple, list)) else [values]
+    return [math.prod(v.shape) * v.dtype.itemsize if isinstance(v, torch.Tensor) else 0 for v in values]
 
 
 def _size_bytes(node: torch.fx.Node) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    return sum(_sizes(node))

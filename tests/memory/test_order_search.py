@@ -191,6 +191,7 @@ def test_no_time_still_gives_an_order_and_a_bound():
     problem = layered_training_problem(num_layers=10, rng=random.Random(0))
     plan = solve_order(problem, seconds=0)
     assert check_order(problem, plan.order) == plan.peak >= plan.lower_bound > 0
+    assert plan.bound_source.startswith("minimum cut")
 
 
 def test_ten_thousand_operators():

@@ -64,11 +64,12 @@ def find_addresses(values: Values, liveness: Liveness, solve: AddressSolver, sec
     everything = np.ones(len(values.all), dtype=bool)
     best = min((_place(occupancy, order) for order in _priority_orders(occupancy, everything)), key=_height)
     deadline = time.monotonic() + seconds
-    for problem in _problems(occupancy, alignment):
+    problems = list(_problems(occupancy, alignment))
+    for number, problem in enumerate(problems, 1):
         left = deadline - time.monotonic()
         if best.height == occupancy.max_live or left <= 0:
             break
-        offsets = solve(problem.addresses, left / 2)
+        offsets = solve(problem.addresses, left if number == len(problems) else left / 2)
         if offsets:
             lowest = [min(offsets[b] for b in buffers) for buffers in problem.buffers_of]
             best = min(best, _place(occupancy, np.argsort(lowest, kind="stable")), key=_height)

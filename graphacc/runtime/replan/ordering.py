@@ -9,10 +9,12 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
 from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.liveness import Liveness, Orders
 from graphacc.runtime.replan.model import Control, Executable, Sequence, Thunk
+from graphacc.runtime.replan.nearest import nearest_order
 from graphacc.runtime.replan.precedence import Predecessors, find_predecessors, is_legal
 from graphacc.runtime.replan.values import Value, Values
 
@@ -87,6 +89,7 @@ def _solve_sequence(
     found = solve(model.problem, seconds)
     if not is_legal(found.order, model.predecessors):
         raise NotUnderstood(f"the planner gave an illegal order for sequence {sequence.index}: it breaks a dependency")
+    found = dataclasses.replace(found, order=nearest_order(compile_problem(model.problem), found.order))
     if model.relaxed == model.problem:
         return found
     bound = max(found.lower_bound - model.slack, solve(model.relaxed, BOUND_SHARE * seconds).lower_bound)

@@ -26,6 +26,8 @@ NUM_GUIDES = 3
 FEW_PLACED = 200
 TOGETHER = 60
 MAX_EXACT_CUTS = 64
+MIN_CUTS = 16
+"""Single cuts that are made however little time there is: the first one, or one of the next, mostly is the bound."""
 
 
 def solve_order(problem: Problem, *, seconds: float = 10.0) -> OrderPlan:
@@ -199,7 +201,8 @@ class _Search:
 
     def _bound_by_cuts(self) -> None:
         ceilings = [min(memories) for memories in zip(*map(self._memory_of_each, self.reduced_orders))]
-        found = peak_bound(self.model, ceilings, self.keep_going)
+        assured = iter(range(MIN_CUTS))
+        found = peak_bound(self.model, ceilings, lambda: next(assured, None) is not None or self.keep_going())
         self.reduced_bound = found.value
         name = "" if found.operator is None else self._name(found.operator)
         self._raise_bound(found.value - self.reduction.loss, f"minimum cut at {name}" if name else "live at the start or the end")

@@ -1,0 +1,70 @@
+"""What is counted as stored when the memory of a step is predicted."""
+
+import operator
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+
+from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.strategy.memory import predict_memory
+
+aten = torch.ops.aten
+SIZE = 64
+BYTES = 4 * SIZE
+
+
+def step(compute) -> StepGraph:
+    """The graph of `compute(call, x, y)` for float32[64] inputs; it returns the sums of two values."""
+    graph = torch.fx.Graph()
+
+    def place(node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
+        node.meta["val"] = value
+        return node
+
+    def call(target, *args):
+        values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args]
+        return place(graph.call_function(target, args), target(*values))
+
+    x, y = (place(graph.placeholder(name), torch.empty(SIZE, device="meta")) for name in "xy")
+    graph.output(tuple(call(aten.sum.default, value) for value in compute(call, x, y)))
+    inputs = tuple(Input(name=n, kind=Kind.BATCH, target=n, shape=(SIZE,), dtype=torch.float32) for n in "xy")
+    outputs = tuple(Output(kind=Kind.USER, target=n, shape=(), dtype=torch.float32) for n in "ab")
+    return StepGraph(module=torch.fx.GraphModule(nn.Module(), graph), inputs=inputs, outputs=outputs)
+
+
+def twice(call, value, y):
+    """Two element-wise users, each of which ends in a sum."""
+    return call(aten.mul.Tensor, value, y), call(aten.sub.Tensor, value, y)
+
+
+@pytest.mark.parametrize(
+    "compute, stored",
+    [
+        (lambda call, x, y: twice(call, call(aten.neg.default, x), y), 0),
+        (lambda call, x, y: twice(call, call(aten.add.Tensor, x, 1.0), y), 0),
+        (lambda call, x, y: twice(call, call(aten.sigmoid.default, x), y), BYTES),
+        (lambda call, x, y: twice(call, call(aten.add.Tensor, x, y), y), BYTES),
+        (lambda call, x, y: (call(aten.sigmoid.default, x), call(aten.add.Tensor, x, y)), 0),
+    ],
+    ids=["cheap", "cheap with a scalar", "expensive", "of two tensors", "one user each"],
+)
+def test_what_several_users_share_is_stored_unless_it_is_cheap(compute, stored):
+    assert predict_memory(step(compute)).temporary_bytes == stored
+
+
+def test_a_value_dies_before_the_others_of_its_call():
+    """The indices of the first sort, int64, are free when the second sort makes its two values."""
+
+    def compute(call, x, y):
+        for _ in range(2):
+            x = call(operator.getitem, call(aten.sort.default, x), 0)
+        return call(aten.neg.default, x), y
+
+    assert predict_memory(step(compute)).temporary_bytes == BYTES + 3 * BYTES
+
+
+def test_arguments_and_outputs_are_counted_apart():
+    memory = predict_memory(step(lambda call, x, y: twice(call, call(aten.exp.default, x), y)))
+    assert (memory.argument_bytes, memory.output_bytes, memory.peak_bytes) == (2 * BYTES, 8, 3 * BYTES + 8)
