@@ -32,8 +32,25 @@ def _matmul(a, b, out_dtype=None):
     return dot(a, b, ((a.ndim - 1,), (b.ndim - 2,)), (batch, batch), out_dtype)
 
 
-@register("aten.mm.default", "aten.bmm.default")
+def _packed(ctx, a, b):
+    """`a` of a product; on the CPU row by row in memory where it is a transposed view no larger than `b`, as in a weight's gradient xᵀ @ dy.
+
+    XLA folds the transposition into its product, whose kernel then reads `a` against the grain: 1.1 to 1.9 times the time on
+    AVX2, the more, the larger `b` is beside `a`.
+    """
+    rows, columns = a.shape
+    if ctx.node.args[0].meta["val"].stride() != (1, rows) or min(rows, columns) == 1 or a.size > b.size:
+        return a
+    return lax.platform_dependent(a, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
+@register("aten.mm.default")
 def mm(ctx, a, b):
+    return _matmul(_packed(ctx, a, b), b)
+
+
+@register("aten.bmm.default")
+def _bmm(ctx, a, b):
     return _matmul(a, b)
 
 
