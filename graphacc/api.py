@@ -86,12 +86,13 @@ def compile(
     _check_choice("batch", batch, BATCHES)
     check_memory_plan(memory_plan, plan_seconds)
     distributed.initialize()
+    seed = seed_of_torch() if seed is None else seed & 0xFFFFFFFF
     if capture == "torch_xla":
         asked = dict(max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
         asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None)
         _check_not_asked(capture, asked)
         alone = _choose_strategy(strategy, 1 if devices is None else devices, precision)
-        return run_on_torch_xla(model, alone, seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF)
+        return run_on_torch_xla(model, alone, seed=seed)
     chosen = _choose_strategy(strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
@@ -108,10 +109,9 @@ def compile(
         memory_plan=memory_plan,
         plan_seconds=plan_seconds,
         local_batch=batch == "local",
+        seed=seed,
     )
-    options = Options(
-        seed=seed_of_torch() if seed is None else seed & 0xFFFFFFFF, max_grad_norm=max_grad_norm, nan_loss=nan_loss, capture=capture
-    )
+    options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, capture=capture)
     attach(model, Engine(model, programs, options))
     install_hooks()
     return model

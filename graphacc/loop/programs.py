@@ -75,9 +75,11 @@ class Programs:
         memory_plan: str,
         plan_seconds: float,
         local_batch: bool = False,
+        seed: int,
     ):
         self.strategy = strategy
         self.batch_dims = dict(batch_dims)
+        self.seed = seed  # as chosen; processes with different ones would draw, and have initialised, different numbers
         self.local_batch = local_batch  # every process gives its own part of the batch
         self.cache_dir = cache_dir
         self.fast_compile = fast_compile
@@ -118,6 +120,7 @@ class Programs:
         if count > 1:
             settings = {
                 "strategy": self.strategy,
+                "seed": self.seed,
                 "devices": math.prod(self.mesh.shape.values()),
                 "batch=": "local" if self.local_batch else "global",
                 "batch_dims": dict(sorted(self.batch_dims.items())),
@@ -212,8 +215,8 @@ class Programs:
             graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), **places
         )
         graph, reports = run_passes(graph, passes)
-        for note in dict.fromkeys(note for report in reports for note in getattr(report.details, "notes", ())):
-            log.warning("graphacc: %s", note)
+        for text in dict.fromkeys(text for report in reports for text in getattr(report.details, "notes", ())):
+            log.warning("graphacc: %s", text)
         return graph
 
     def splits_of(self, graph: StepGraph) -> dict[str, Split]:

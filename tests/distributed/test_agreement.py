@@ -67,12 +67,18 @@ def test_the_status_of_an_exit():
     assert [_code(status) for status in (3, 256 + 3, True, "no data", 1.5)] == [3, 3, 1, 1, 1]
 
 
-def test_batches_of_other_shapes_raise_in_both_processes():
-    ended = finish(start([JOB, "differing", "rows"], GRAPHACC_TIMEOUT=str(TIMEOUT)))
+DIFFERENCES = {
+    "rows": "process 1 passed model.args[0] float32[4, 4], process 0 passed model.args[0] float32[8, 4]",
+    "seed": "process 1 has seed 5, process 0 has seed 3",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_other_batches_and_seeds_raise_in_both_processes(what):
+    ended = finish(start([JOB, "differing", what], GRAPHACC_TIMEOUT=str(TIMEOUT)))
     for process in ended:
         assert process.status == 1, process
-        text = "process 1 passed model.args[0] float32[4, 4], process 0 passed model.args[0] float32[8, 4]"
-        assert f"DistributedError: the processes do not train the same: {text}" in process.err, process.err
+        assert f"DistributedError: the processes do not train the same: {DIFFERENCES[what]}" in process.err, process.err
 
 
 @pytest.mark.parametrize(
