@@ -1,4 +1,4 @@
-// The C ABI of the order planner's search. Part of libgraphacc_cpu; conventions as in gacc.h.
+// The C ABI of the order planner's search and of its minimum cuts. Part of libgraphacc_cpu; conventions as in gacc.h.
 //
 // Lists of lists are given as their ends and their items: list i is items[ends[i - 1] .. ends[i]), with ends[-1] = 0.
 #pragma once
@@ -36,3 +36,19 @@ enum gacc_order_outcome : int64_t {
 // Writes the outcome, and the order after GACC_ORDER_FOUND.
 GACC_API int32_t gacc_order_beam(const gacc_order_graph* graph, int64_t threshold, int64_t width, double seconds,
                                  int64_t* outcome, int64_t* order);
+
+// A flow network over node 0 (the source), node 1 (the sink), num_operators nodes, and others.
+struct gacc_flow_network {
+  int64_t num_nodes;
+  int64_t num_operators;
+  int64_t num_arcs;
+  const int32_t* tails;  // per arc
+  const int32_t* heads;
+  const int64_t* sizes;  // capacities; their sum along any cut is below 2^63
+};
+
+// The minimum cut with the operators of `inside` on the source's side and those of `outside` on the sink's: (num_operators + 7) / 8
+// bytes each, operator v is bit v % 8 of byte v / 8; no operator is in both. Writes its size, or where that is more than `limit`
+// some number that is; and into `source_side`, unless it is null and zeroed before, the smallest source's side without `inside`.
+GACC_API int32_t gacc_min_cut(const gacc_flow_network* network, const uint8_t* inside, const uint8_t* outside, int64_t limit,
+                              int64_t* value, uint8_t* source_side);

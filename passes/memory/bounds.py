@@ -9,12 +9,12 @@ all v bounds the peak of every order, and the cut itself says what to run before
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from ortools.graph.python import max_flow
 
 from graphacc.passes.memory.order.graph import OrderGraph
+from graphacc.passes.memory.order.native import FlowNetwork
 
 _SOURCE, _SINK = 0, 1
 
@@ -36,23 +36,32 @@ class CutModel:
         self.descendants = _closure(graph.succs, reversed(range(graph.num_operators)))
         self.required: list[tuple[int, int]] = []  # precedences besides those of the graph
         self._infinite = sum(graph.sizes) + 1
-        self._tails, self._heads, self._sizes = self._arcs()
-        self._num_nodes = 2 + graph.num_operators + len(graph.sizes)
+        self._arcs = self._make_arcs()
+        self._network: FlowNetwork | None = None  # of the arcs and of what is required
 
-    def cut(self, v: int, *, after: Iterable[int] = (), before: Iterable[int] = ()) -> Cut:
-        """The minimum over what may run before v of the memory while v runs.
+    def cut(self, v: int) -> Cut:
+        """The minimum over what may run before v of the memory while v runs."""
+        live, downset = self.least(self.ancestors[v], self.since(v))
+        return Cut(value=live + self._own(v), before=frozenset(_members(downset).tolist()))
+
+    def exceeds(self, threshold: int, v: int, *, after: int = 0, before: int = 0) -> bool:
+        """Whether v cannot run with `threshold` bytes: its minimum cut is larger.
 
         Args:
+            threshold: bytes.
             v: an operator.
-            after, before: only orders in which v runs after all of these operators, or before all of them.
+            after, before: only orders in which v runs after, or before, these operators: `until` or `since` of each (sets as bits).
         """
-        inside, outside = self.ancestors[v], self.descendants[v] | 1 << v
-        for u in after:
-            inside |= self.ancestors[u] | 1 << u
-        for u in before:
-            outside |= self.descendants[u] | 1 << u
-        live, downset = self.least(inside, outside)
-        return Cut(value=live + self.graph.new[v] + self.graph.workspace[v], before=downset)
+        allowed = threshold - self._own(v)
+        return self.least(self.ancestors[v] | after, self.since(v) | before, limit=allowed)[0] > allowed
+
+    def until(self, v: int) -> int:
+        """v and all that runs before it, as bits."""
+        return self.ancestors[v] | 1 << v
+
+    def since(self, v: int) -> int:
+        """v and all that runs after it, as bits."""
+        return self.descendants[v] | 1 << v
 
     def copy(self) -> "CutModel":
         """A model to which `require` can be applied alone."""
@@ -64,35 +73,40 @@ class CutModel:
         """From now on u runs before v. False, and nothing changes, where v has to run before u."""
         if self.ancestors[u] >> v & 1:
             return False
-        earlier, later = self.ancestors[u] | 1 << u, self.descendants[v] | 1 << v
+        earlier, later = self.until(u), self.since(v)
         for w in _members(later).tolist():
             self.ancestors[w] |= earlier
         for w in _members(earlier).tolist():
             self.descendants[w] |= later
         self.required.append((u, v))
-        self._tails = np.append(self._tails, v + 2)
-        self._heads = np.append(self._heads, u + 2)
-        self._sizes = np.append(self._sizes, self._infinite)
+        self._network = None
         return True
 
-    def least(self, inside: int, outside: int) -> tuple[int, frozenset[int]]:
+    def least(self, inside: int, outside: int, *, limit: int | None = None) -> tuple[int, int]:
         """The least live bytes over the downsets that hold all of `inside` and nothing of `outside` (sets as bits), and where.
 
-        Where there is no such downset the bytes are more than those of all buffers together.
+        Where there is no such downset the bytes are more than those of all buffers together. Where they are more than `limit`,
+        some number is returned that is.
         """
         if inside & outside:
-            return self.graph.base + self._infinite, frozenset()
-        label = np.arange(self._num_nodes)
-        label[2:][_members(inside)] = _SOURCE
-        label[2:][_members(outside)] = _SINK
-        tails, heads = label[self._tails], label[self._heads]
-        kept = (tails != heads) & (tails != _SINK) & (heads != _SOURCE)
-        live, source_side = self._solve(tails[kept], heads[kept], self._sizes[kept])
-        free = source_side[(source_side >= 2) & (source_side < 2 + self.graph.num_operators)] - 2
-        return self.graph.base + live, frozenset(free.tolist()) | frozenset(_members(inside).tolist())
+            return self.graph.base + self._infinite, 0
+        if self._network is None:
+            self._network = self._make_network()
+        most = self._infinite - 1 if limit is None else min(limit - self.graph.base, self._infinite - 1)
+        live, free = self._network.min_cut(inside, outside, most)
+        return self.graph.base + live, free | inside
 
-    def _arcs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Arcs of the whole graph: node 0 is the source, 1 the sink, 2.. the operators, then the buffers."""
+    def _own(self, v: int) -> int:
+        """Bytes that only v itself needs."""
+        return self.graph.new[v] + self.graph.workspace[v]
+
+    def _make_network(self) -> FlowNetwork:
+        required = [(v + 2, u + 2, self._infinite) for u, v in self.required]
+        arcs = np.concatenate([self._arcs, _columns(required)], axis=1)
+        return FlowNetwork(2 + self.graph.num_operators + len(self.graph.sizes), self.graph.num_operators, arcs)
+
+    def _make_arcs(self) -> np.ndarray:
+        """Arcs of the whole graph, int64 [3, A]: node 0 is the source, 1 the sink, 2.. the operators, then the buffers."""
         graph, arcs = self.graph, []
         for v, before in enumerate(graph.preds):
             arcs.extend((v + 2, u + 2, self._infinite) for u in before)
@@ -105,21 +119,11 @@ class CutModel:
             elif ends:
                 arcs.append((tail, first_buffer + buffer, size))
                 arcs.extend((first_buffer + buffer, end, self._infinite) for end in ends)
-        columns = np.array(arcs, dtype=np.int64).reshape(-1, 3)
-        return columns[:, 0], columns[:, 1], columns[:, 2]
+        return _columns(arcs)
 
-    def _solve(self, tails: np.ndarray, heads: np.ndarray, sizes: np.ndarray) -> tuple[int, np.ndarray]:
-        """Minimum cut between node 0 and node 1: its value and the nodes of the source's side."""
-        nodes, numbered = np.unique(np.concatenate([[_SOURCE, _SINK], tails, heads]), return_inverse=True)
-        tails, heads = np.split(numbered[2:], 2)
-        flow = max_flow.SimpleMaxFlow()
-        flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), sizes)
-        if len(tails) == 0:
-            return 0, np.zeros(0, dtype=np.int64)
-        status = flow.solve(_SOURCE, _SINK)
-        if status != flow.OPTIMAL:
-            raise RuntimeError(f"SimpleMaxFlow ended with {status} on {len(nodes)} nodes and {len(tails)} arcs")
-        return flow.optimal_flow(), nodes[np.array(flow.get_source_side_min_cut(), dtype=np.int64)]
+
+def _columns(arcs: list[tuple[int, int, int]]) -> np.ndarray:
+    return np.array(arcs, dtype=np.int64).reshape(-1, 3).T
 
 
 def _closure(neighbours: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:

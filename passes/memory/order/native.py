@@ -1,4 +1,4 @@
-"""The threshold search in C++ (`csrc/planner_order`)."""
+"""The threshold search and the minimum cuts in C++ (`csrc/planner_order`)."""
 
 import ctypes
 import enum
@@ -81,3 +81,40 @@ def beam(graph: OrderGraph, threshold: int, *, width: int, guide: Order, seconds
 def _flat(lists: Sequence[Iterable[int]]) -> tuple[np.ndarray, list[int]]:
     """The ends of the lists, and their items one after the other."""
     return np.cumsum([len(items) for items in lists], dtype=np.int64), [item for items in lists for item in items]
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [
+        ("num_nodes", ctypes.c_int64),
+        ("num_operators", ctypes.c_int64),
+        ("num_arcs", ctypes.c_int64),
+        ("tails", ctypes.POINTER(ctypes.c_int32)),
+        ("heads", ctypes.POINTER(ctypes.c_int32)),
+        ("sizes", _ARRAY),
+    ]
+
+
+class FlowNetwork:
+    """A network over node 0 (the source), node 1 (the sink), the operators from node 2 on, and others."""
+
+    def __init__(self, num_nodes: int, num_operators: int, arcs: np.ndarray):
+        """`arcs`: int64 [3, A], the tail, the head and the capacity of each."""
+        self.num_operators = num_operators
+        tails, heads = np.ascontiguousarray(arcs[:2], np.int32)
+        self._arrays = tails, heads, np.ascontiguousarray(arcs[2], np.int64)  # kept alive: the structure points into them
+        pointers = (a.ctypes.data_as(kind) for a, (_, kind) in zip(self._arrays, _Network._fields_[3:]))
+        self._native = _Network(num_nodes, num_operators, arcs.shape[1], *pointers)
+
+    def min_cut(self, inside: int, outside: int, limit: int) -> tuple[int, int]:
+        """The minimum cut with `inside` on the source's side and `outside` on the sink's (disjoint sets of operators, as bits).
+
+        Returns:
+            Its size, or where that is more than `limit` some number that is; and the operators on its source's side but those of
+            `inside`, as bits (the smallest such set).
+        """
+        num_bytes = (self.num_operators + 7) // 8
+        value = ctypes.c_int64()
+        side = ctypes.create_string_buffer(num_bytes)
+        sets = (bits.to_bytes(num_bytes, "little") for bits in (inside, outside))
+        library.call("gacc_min_cut", ctypes.byref(self._native), *sets, ctypes.c_int64(limit), ctypes.byref(value), side)
+        return value.value, int.from_bytes(side.raw, "little")

@@ -15,7 +15,9 @@ Asking for all pairs would take too long, so t goes along one longest path (the 
 training step), where the answer to the first question is monotone and bisection finds it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from operator import or_
 
 from graphacc.passes.memory.bounds import CutModel
 from graphacc.passes.memory.order.graph import OrderGraph
@@ -58,10 +60,10 @@ def prove(
     Returns:
         False where it is proved that no order has a peak of at most `threshold`.
     """
-    before = -1
+    before, on_path = -1, sum(1 << t for t in path)
     while before < len(model.required) and keep_going():
         before = len(model.required)
-        if not all(_place(model, threshold, path, v) for v in operators if keep_going()):
+        if not all(_place(model, threshold, path, on_path, v) for v in operators if keep_going()):
             return False
         if len(model.required) == before and num_together:
             heavy = _heavy(model.graph, path, operators)
@@ -70,17 +72,17 @@ def prove(
     return True
 
 
-def _place(model: CutModel, threshold: int, path: Sequence[int], v: int) -> bool:
-    """Find between which operators of the path v has to run. False: nowhere."""
-    if model.cut(v).value > threshold:
+def _place(model: CutModel, threshold: int, path: Sequence[int], on_path: int, v: int) -> bool:
+    """Find between which operators of the path (`on_path` as bits) v has to run. False: nowhere."""
+    if model.exceeds(threshold, v):
         return False
-    first = sum(model.ancestors[v] >> t & 1 for t in path)
-    last = len(path) - sum(model.descendants[v] >> t & 1 for t in path)
+    first = (model.ancestors[v] & on_path).bit_count()
+    last = len(path) - (model.descendants[v] & on_path).bit_count()
     free = [t for t in path[first:last] if t != v]
-    early = _count(free, lambda t: model.cut(v, before=[t]).value > threshold)
+    early = _count(free, lambda t: model.exceeds(threshold, v, before=model.since(t)))
     if early and not model.require(free[early - 1], v):
         return False
-    late = _count(free[early:][::-1], lambda t: model.cut(v, after=[t]).value > threshold)
+    late = _count(free[early:][::-1], lambda t: model.exceeds(threshold, v, after=model.until(t)))
     return not late or model.require(v, free[-late])
 
 
@@ -102,11 +104,19 @@ def _place_together(
             if not keep_going():
                 return True
             size = len(together)
-            together = [u for u in together if model.cut(u, before=[t, *(w for w in together if w != u)]).value > threshold]
+            together = _never_first(model, threshold, t, together)
         for u in together:
             if not model.ancestors[u] >> t & 1 and not model.require(t, u):
                 return False
     return True
+
+
+def _never_first(model: CutModel, threshold: int, t: int, operators: list[int]) -> list[int]:
+    """Those that cannot run while neither t nor another of `operators` has run."""
+    later = [model.since(u) for u in operators]
+    rest = list(itertools.accumulate(reversed(later), or_, initial=0))[-2::-1]  # of each: all that come behind it
+    first = itertools.accumulate(later, or_, initial=model.since(t))
+    return [u for u, others, more in zip(operators, first, rest) if model.exceeds(threshold, u, before=others | more)]
 
 
 def _heavy(graph: OrderGraph, path: Sequence[int], operators: Sequence[int]) -> list[int]:
