@@ -32,7 +32,7 @@ class Search {
   bool solve(int lo, int hi, size_t begin, size_t end) {
     const size_t start = state_.mark();
     while (true) {
-      if (++nodes_ > max_nodes_ || ((nodes_ & 255) == 0 && __atomic_load_n(stop_, __ATOMIC_RELAXED))) {
+      if (++nodes_ > max_nodes_ || __atomic_load_n(stop_, __ATOMIC_RELAXED)) {
         stopped_ = true;
         return false;
       }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 
 import numpy as np
 import pytest
@@ -134,8 +135,18 @@ def test_a_search_stops_at_its_node_limit_and_at_the_flag():
     assert (outcome, offsets, nodes) == (Outcome.STOPPED, None, 101)
     stop = StopFlag()
     stop.set()
-    assert native.search(packing, order, limits, MANY, stop)[0] is Outcome.STOPPED
+    assert native.search(packing, order, limits, MANY, stop) == (Outcome.STOPPED, None, 1)
     assert native.beam(packing, order, limits, 5, 1.0, stop)[0] is Outcome.STOPPED
+
+
+def test_a_flag_is_set_at_its_deadline_and_at_the_end_of_its_block():
+    with native.stop_at(time.monotonic() + 0.05) as stop:
+        assert not stop.is_set()
+        time.sleep(0.3)
+        assert stop.is_set()
+    with native.stop_at(time.monotonic() + 1000) as stop:
+        pass
+    assert stop.is_set()
 
 
 def test_wrong_arguments_are_refused():

@@ -1,7 +1,11 @@
 """The inner loops in C++ (`csrc/planner`), on numpy arrays. Offsets are in units and in the packing's order of items."""
 
+import contextlib
 import ctypes
 import enum
+import threading
+import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -30,6 +34,20 @@ class StopFlag:
 
     def is_set(self) -> bool:
         return self.value.value != 0
+
+
+@contextlib.contextmanager
+def stop_at(deadline: float) -> Iterator[StopFlag]:
+    """A flag that is set at `deadline` (of time.monotonic()), and when the block ends."""
+    stop = StopFlag()
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
+    timer.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        timer.cancel()
+        timer.join()
 
 
 class _Problem(ctypes.Structure):

@@ -105,21 +105,14 @@ def decide(packing: Packing, capacity: int, *, deadline: float, threads: int, se
         threads: how many attempts run at the same time.
         seed: of the perturbations.
     """
-    stop = StopFlag()
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
-    timer.start()
-    try:
+    with native.stop_at(deadline) as stop, concurrent.futures.ThreadPoolExecutor(threads) as pool:
         race = _Race(packing, capacity, seed, stop)
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            workers = [pool.submit(race.work) for _ in range(threads)]
-            try:
-                for worker in workers:
-                    worker.result()
-            finally:
-                stop.set()
-    finally:
-        timer.cancel()
-        timer.join()
+        workers = [pool.submit(race.work) for _ in range(threads)]
+        try:
+            for worker in workers:
+                worker.result()
+        finally:
+            stop.set()
     return race.decision
 
 

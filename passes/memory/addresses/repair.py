@@ -52,13 +52,14 @@ def repair(packing: Packing, offsets: np.ndarray, *, target: int, deadline: floa
     """
     rng = random.Random(seed)
     offsets = _sink_long_lived(packing, offsets, target)
-    while packing.height(offsets) > target and time.monotonic() < deadline:
-        ends = np.where(packing.fixed < 0, offsets + packing.size, 0)
-        peak = int(ends.max())
-        highest = int(rng.choice(np.flatnonzero(ends == peak)))
-        excess = peak - target // packing.unit
-        wanted = peak - max(1, int(excess * rng.choice((0.01, 0.1, 0.5, 1.0))))
-        _lower(packing, offsets, _free(packing, offsets, highest, rng), wanted, rng)
+    with native.stop_at(deadline) as stop:
+        while packing.height(offsets) > target and not stop.is_set():
+            ends = np.where(packing.fixed < 0, offsets + packing.size, 0)
+            peak = int(ends.max())
+            highest = int(rng.choice(np.flatnonzero(ends == peak)))
+            excess = peak - target // packing.unit
+            wanted = peak - max(1, int(excess * rng.choice((0.01, 0.1, 0.5, 1.0))))
+            _lower(packing, offsets, _free(packing, offsets, highest, rng), wanted, rng, stop)
     return offsets
 
 
@@ -88,13 +89,15 @@ def _free(packing: Packing, offsets: np.ndarray, highest: int, rng: random.Rando
     return kept if highest in kept else np.append(kept[:-1], highest)
 
 
-def _lower(packing: Packing, offsets: np.ndarray, free: np.ndarray, target: int, rng: random.Random) -> bool:
+def _lower(
+    packing: Packing, offsets: np.ndarray, free: np.ndarray, target: int, rng: random.Random, stop: StopFlag
+) -> bool:
     """Try to place the free items at or below the target (units), in place; False if the short search fails."""
     local, capacity = _subproblem(packing, offsets, free, target)
     order = perturbed(rng.choice(static_orders(local)), rng.choice((0.0, 0.05, 0.3)), rng)
     top = np.full(len(local), target) - local.size
     top[len(free):] = np.iinfo(np.int64).max
-    outcome, found, _ = native.search(local, order, (top, capacity), NODES_PER_TRY, StopFlag())
+    outcome, found, _ = native.search(local, order, (top, capacity), NODES_PER_TRY, stop)
     if outcome is not Outcome.FOUND:
         return False
     offsets[free] = found[: len(free)]
