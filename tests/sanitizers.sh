@@ -29,6 +29,9 @@ build() { # name, flags...
   for source in adam error flash isa thread_pool; do
     compile "$source" "csrc/cpu/$source.cc" "${x86[@]}"
   done
+  for source in highway_hash snappy; do
+    compile "$source" "csrc/riegeli/$source.cc"
+  done
   compile driver tests/kernels/sanitize.cc
   g++ "${flags[@]}" "${objects[@]}" -pthread -o "$work/$name"
 }

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "capture": {"errors", "_compat", "graph", "hlo", "ops"},
     "passes": {"errors", "_compat", "graph", "hlo", "ops", "strategy"},
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
-    "runtime": {"errors", "_compat", "graph", "hlo", "ops", "strategy", "lowering", "passes.memory"},
+    "runtime": {"errors", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},
     "loop": {"errors", "_compat", "graph", "hlo", "capture", "passes", "runtime", "strategy"},
     "api": {"errors", "loop", "runtime", "strategy"},
     "checkpoints": {"errors", "graph", "loop", "runtime"},

@@ -88,3 +88,8 @@ GACC_API int32_t gacc_flash_forward(const gacc_attention* attention, void* out, 
 GACC_API int32_t gacc_flash_backward(const gacc_attention* attention, const void* grad, const void* out, const float* lse,
                                      void* grad_q, void* grad_k, void* grad_v, float* grad_bias, int32_t isa,
                                      int32_t num_threads);
+
+// For the files of serialised CUDA executables (graphacc/runtime/replan/riegeli.py): a hash under a key of four numbers, and the
+// decompression of a raw Snappy block that must give exactly `out_size` bytes.
+GACC_API int32_t gacc_highway_hash64(const uint64_t* key, const uint8_t* data, int64_t size, uint64_t* hash);
+GACC_API int32_t gacc_snappy_decompress(const uint8_t* data, int64_t size, uint8_t* out, int64_t out_size);

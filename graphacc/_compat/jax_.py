@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 import threading
 import typing
@@ -115,10 +116,33 @@ def cudnn_attention_backward(grad, q, k, v, out, lse, told: CudnnAttention) -> l
 
 
 def xla_library() -> pathlib.Path:
-    """The shared library that XLA is compiled into."""
+    """The shared library that XLA:CPU is compiled into."""
     import jaxlib
 
     return pathlib.Path(jaxlib.__file__).parent / "libjax_common.so"
+
+
+def cuda_library() -> pathlib.Path | None:
+    """The shared library of JAX's CUDA plugin, which XLA:CUDA is compiled into; None where none is installed."""
+    for package in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):  # in JAX's own order
+        with contextlib.suppress(ModuleNotFoundError):
+            spec = importlib.util.find_spec(package)
+            if spec is not None and spec.origin is not None:
+                return pathlib.Path(spec.origin).parent / "xla_cuda_plugin.so"
+    return None
+
+
+def library_of(compiled: jax.stages.Compiled) -> pathlib.Path | None:
+    """The shared library of the XLA that compiled a function, for CPU or CUDA; None for other platforms."""
+    backend = compiled._executable._unloaded_executable.backend
+    if backend.platform == "cpu":
+        return xla_library()
+    return cuda_library() if "cuda" in backend.platform_version.lower() else None
+
+
+def num_devices(compiled: jax.stages.Compiled) -> int:
+    """How many devices a compiled function runs on, in all processes."""
+    return len(compiled._executable._unloaded_executable.device_list)
 
 
 def platform(compiled: jax.stages.Compiled) -> str:
@@ -138,12 +162,11 @@ def cached_executable(entry: bytes) -> bytes:
     return cache.extract_executable_and_time(cache.decompress_executable(entry))[0]
 
 
-def with_cached_executable(entry: bytes, serialized: bytes) -> bytes:
-    """An entry of JAX's persistent compilation cache with another serialised executable in it."""
+def cache_entry(serialized: bytes, seconds: float) -> bytes:
+    """An entry of JAX's persistent compilation cache: a serialised executable, and what compiling it took."""
     from jax._src import compilation_cache as cache
 
-    seconds = cache.extract_executable_and_time(cache.decompress_executable(entry))[1]
-    return cache.compress_executable(cache.combine_executable_and_time(serialized, seconds))
+    return cache.compress_executable(cache.combine_executable_and_time(serialized, round(seconds)))
 
 
 def has_host_callbacks(compiled: jax.stages.Compiled) -> bool:

@@ -24,7 +24,7 @@ from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
-from graphacc.runtime.distributed import agree, note, process_count
+from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import from_parts
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
@@ -94,6 +94,7 @@ class Programs:
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
         self._labels: dict[Hashable, str] = {}  # of the programs that several processes run
+        self._agreements: dict[Hashable, int] = {}  # on a program that is being compiled
 
     @property
     def runs_whole_steps(self) -> bool:
@@ -112,6 +113,8 @@ class Programs:
             self.compiled.extend(self._by_key[key].parts)
         if key in self._labels:
             note(f"runs {self._labels[key]}")
+        if key in self._agreements:
+            meet(self._agreements.pop(key))
         return self._by_key[key]
 
     def _agreed(self, key: tuple[str, Hashable], graph: Step) -> Step:
@@ -130,7 +133,7 @@ class Programs:
             dims = default_batch_dims(graph) | self.batch_dims if self.local_batch else {}
             description = describe(key[0], graph, settings, {name: (dim, count) for name, dim in dims.items() if dim is not None})
             self._labels[key] = label(description, digest(description))
-            agree(self._labels[key], description)
+            self._agreements[key] = agree(self._labels[key], description)
         return graph
 
     def run(self, compiled: Compiled, feeds: Mapping[tuple[Kind, str], object]) -> dict[tuple[Kind, str], Callable[[], Tensor]]:

@@ -4,7 +4,8 @@ Every process logs its actions that take part of all: a program that it compiles
 on the log, neither of which slows a step down:
 
 - Before a program is compiled, the processes exchange a digest of it in JAX's key-value store, and where two differ the
-  whole description, so that the error can say which process differs and in what (`agree`).
+  whole description, so that the error can say which process differs and in what (`agree`). Before it is run, they wait until
+  all have it (`meet`).
 - The watchdog's beats carry the end of the log. Two logs with different actions in the same place (`conflict`), or a process that
   goes on after another has ended, mean a collective that never completes.
 """
@@ -14,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -131,6 +133,22 @@ def agree(service: DistributedService, number: int, description: Description, pa
     raise DistributedError(f"the processes do not train the same: {difference(0, known[0], rank, known[rank])}")
 
 
+def meet(service: DistributedService, number: int, pause: float) -> None:
+    """Wait until every process has compiled the program of an action, however long that takes.
+
+    One that finds it in its cache would otherwise wait inside the first collective, which Gloo allows for 30 s where it is
+    the first of a group of devices (jaxlib 0.10.2).
+
+    Args:
+        number: of the action, the same in every process.
+        pause: seconds of waiting after which the log says who is waited for, again and again.
+    """
+    service.client.key_value_set(f"{_KEY}/{number}/compiled/{service.process_id}", "yes")
+    waits = _Waits(service, pause, math.inf, "has been compiling {:.0f} s longer")
+    for rank in range(service.num_processes):
+        waits.read(f"{_KEY}/{number}/compiled/{rank}", rank)
+
+
 @dataclasses.dataclass
 class _Waits:
     """Reads what other processes write into the key-value store, all of it before one moment."""
@@ -138,6 +156,7 @@ class _Waits:
     service: DistributedService
     pause: float
     limit: float
+    what: str = "has not come to the next program for {:.0f} s"
 
     def __post_init__(self):
         self.start = time.monotonic()
@@ -157,7 +176,7 @@ class _Waits:
                 "every process must make the same calls in the same order; where one has much work of its own in between, give a larger "
                 "GRAPHACC_TIMEOUT (a tenth of this wait)"
             )
-        log.warning("graphacc: waiting for process %d, which has not come to the next program for %.0f s", rank, seconds)
+        log.warning("graphacc: waiting for process %d, which %s", rank, self.what.format(seconds))
 
 
 _PHRASES = {

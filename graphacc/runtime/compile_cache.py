@@ -71,25 +71,26 @@ class CompileCache:
 
 
 class PlannedStore:
-    """The store of one compilation whose result is planned before it is kept.
+    """The store of one compilation whose result is looked at, and mostly planned, before it is kept.
 
-    JAX reads planned programs from it. What JAX writes stays in `entry` until `keep` has the planned one.
+    JAX reads programs from it. What JAX writes is dropped; `keep` writes what is to be loaded next time. It does so in every
+    process of a run, whose directories may be their own: JAX itself writes in process 0 alone.
     """
 
     def __init__(self, cache: CompileCache | None, variant: str):
         """
         Args:
-            cache: where planned programs are kept; None keeps none.
-            variant: everything that the plan depends on besides the program and XLA's options, on one line.
+            cache: where programs are kept; None keeps none.
+            variant: everything that the entry depends on besides the program and XLA's options, on one line.
         """
         self._cache = cache
         self._variant = variant
         self._path = "memory" if cache is None else cache._path  # JAX's log messages read this name
-        self._key: str | None = None
-        self.entry: bytes | None = None  # what JAX wrote
+        self._key: str | None = None  # that JAX asked for
         self.note: str | None = None  # one line, kept with the program that was found; None: it was compiled
 
     def get(self, key: str) -> bytes | None:
+        self._key = key
         content = None if self._cache is None else self._cache.get(self._full(key))
         if content is None:
             return None
@@ -99,10 +100,10 @@ class PlannedStore:
 
     def put(self, key: str, value: bytes) -> None:
         """Called when the program had to be compiled, also where an entry was found but could not be loaded."""
-        self._key, self.entry, self.note = key, value, None
+        self.note = None
 
     def keep(self, entry: bytes, note: str) -> None:
-        """Keep the planned program, in JAX's format, for the next compilation."""
+        """Keep a program, in JAX's format, for the next compilation."""
         if self._cache is not None and self._key is not None:
             self._cache.put(self._full(self._key), note.encode() + b"\n" + entry)
 

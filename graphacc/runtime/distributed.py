@@ -108,20 +108,31 @@ def note(action: str) -> None:
         _watchdog.note(action)
 
 
-def agree(label: str, description: agreement.Description) -> None:
+def agree(label: str, description: agreement.Description) -> int:
     """Wait until all processes of the run are about to compile the same program.
 
     Args:
         label: of the program, for one line.
         description: all that must be the same.
 
+    Returns:
+        A number for `meet`.
+
     Raises:
         DistributedError: they are not; says which process differs and in what.
     """
+    if _watchdog is None:
+        return 0
+    number = _watchdog.note(f"{agreement.COMPILES}{label}")
+    _watchdog.report()
+    agreement.agree(distributed_service(), number, description, _watchdog.timeout, WAIT_TIMEOUTS * _watchdog.timeout)
+    return number
+
+
+def meet(number: int) -> None:
+    """Wait until all processes of the run have compiled the program that they agreed on."""
     if _watchdog is not None:
-        number = _watchdog.note(f"{agreement.COMPILES}{label}")
-        _watchdog.report()
-        agreement.agree(distributed_service(), number, description, _watchdog.timeout, WAIT_TIMEOUTS * _watchdog.timeout)
+        agreement.meet(distributed_service(), number, _watchdog.timeout)
 
 
 def detect(

@@ -34,7 +34,8 @@ def model(layers: int = 1) -> torch.nn.Module:
 
 
 def compiled(strategy: str, layers: int = 1, **options):
-    net = graphacc.compile(model(layers), strategy=strategy, cache_dir=None, fast_compile=True, memory_plan="xla", **options)
+    options = dict(cache_dir=None, fast_compile=True, memory_plan="xla") | options
+    net = graphacc.compile(model(layers), strategy=strategy, **options)
     return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
 
 

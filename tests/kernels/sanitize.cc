@@ -93,6 +93,23 @@ void adam(int32_t isa, int32_t threads) {
   require(gacc_adam_step(&tensor, 1, &group, 1, isa, threads));
 }
 
+// Snappy blocks of random bytes, which are damaged in every way, and hashes of every length. Returns how many blocks were whole.
+int records() {
+  int num_whole = 0;
+  const uint64_t key[4] = {1, 2, 3, 4};
+  for (int64_t size = 0; size < 4000; ++size) {
+    std::vector<uint8_t> data(static_cast<size_t>(size % 100));
+    for (uint8_t& byte : data) {
+      byte = static_cast<uint8_t>(std::fabs(random_number()) * (size % 3 ? 256 : 24));
+    }
+    std::vector<uint8_t> out(static_cast<size_t>(size % 7));
+    num_whole += gacc_snappy_decompress(data.data(), size % 100, out.data(), size % 7) == 0;
+    uint64_t hash;
+    require(gacc_highway_hash64(key, data.data(), size % 100, &hash));
+  }
+  return num_whole;
+}
+
 }  // namespace
 
 int main() {
@@ -106,6 +123,7 @@ int main() {
     }
     adam(isa, 4);
   }
+  std::printf("%d Snappy blocks of 4000 were whole\n", records());
   // Several callers at once, as XLA's virtual devices are.
   state = 1;
   std::vector<std::thread> callers;

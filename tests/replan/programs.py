@@ -105,6 +105,25 @@ def collectives():
     return jax.jit(function, donate_argnums=0), (params, jax.device_put(normal(9, 256, 64), split))
 
 
+def loop_over_devices(inside: bool):
+    """Eight devices: a scan of layers on each, and sums over the devices inside of it, or behind it."""
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    ws = normal(1, 3, 64, 64)
+
+    def local(x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w) + jnp.sin(h).mean()
+            return jax.lax.psum(h, "dp") if inside else h, jnp.cos(h) @ w
+
+        h, parts = jax.lax.scan(layer, x, ws)
+        return jax.lax.psum(h, "dp") * parts.sum(0)
+
+    x = jax.device_put(normal(2, 8 * 64, 64), NamedSharding(mesh, P("dp")))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)), (x,)
+
+
 PROGRAMS = {f.__name__: f for f in (training_step, loops, branches, library_calls, collectives)}
 
 

@@ -233,4 +233,4 @@ _LOCAL = [
     elementwise, matmul, transposed_matmul, reduction, softmax, sort, cumulative, update_rows, scatter, concatenated,
     conditional, switch, scan, nested_scan, while_loop, gradient, integers,
 ]  # fmt: skip
-_COLLECTIVE = [all_reduce, all_gather_and_scatter, all_to_all, permute, scan_with_collective] * 3
+_COLLECTIVE = [all_reduce, all_gather_and_scatter, all_to_all, permute] * 3 + [scan_with_collective]

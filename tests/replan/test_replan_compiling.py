@@ -7,10 +7,13 @@ import pytest
 
 import programs
 from greedy import SOLVERS
+from graphacc._compat import jax_ as compat
 from graphacc.runtime.compile_cache import CompileCache
 from graphacc.runtime.replan import compile_and_replan, replan
+from graphacc.runtime.replan.compiling import compile_cached, has_nested_collectives
+from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.figures import MemoryPlan
-from graphacc.runtime.replan.planner import Solvers
+from graphacc.runtime.replan.planner import Solvers, plan_bytes
 
 OPTIONS = dict(seconds=60.0, solvers=SOLVERS, min_temporary_bytes=1, tolerance=0.0)
 
@@ -75,6 +78,34 @@ def test_a_note_of_another_program_is_not_believed(note, tmp_path, monkeypatch):
 def test_another_budget_is_another_entry(tmp_path):
     build("training_step", tmp_path)
     assert not build("training_step", tmp_path, seconds=1.0).plan.from_cache
+
+
+def test_a_program_of_several_processes_has_one_schedule_and_an_entry_of_its_own(tmp_path):
+    build("training_step", tmp_path, schedules=["MEMORY_OPTIMIZED"])
+    first, second = (build("training_step", tmp_path, shared=True, schedules=["MEMORY_OPTIMIZED", "no such one"]) for _ in range(2))
+    assert first.plan.changed and first.plan.schedule == "MEMORY_OPTIMIZED"
+    assert (first.plan.from_cache, second.plan.from_cache) == (False, True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_collectives_in_loops_stay_as_xla_compiled_them(inside, shared, tmp_path):
+    """Loaded from bytes they would lose their order: a random program with a sum in a scan and a scatter behind it hung."""
+    function, arguments = programs.loop_over_devices(inside)
+    found = compile_and_replan(function.lower(*arguments), shared=shared, cache=CompileCache(tmp_path / "planned"), **OPTIONS)
+    assert has_nested_collectives(found.compiled.as_text()) is inside
+    assert found.plan.changed is not inside and ("its loops or branches hold collectives" in found.plan.reason) is inside
+    assert found.plan.temporary_after == found.compiled.memory_analysis().temp_size_in_bytes
+    jax.clear_caches()
+    compile_cached(function.lower(*arguments), {}, CompileCache(tmp_path / "compiled"))
+    assert [len(list((tmp_path / name).glob("*"))) for name in ("planned", "compiled")] == ([0, 0] if inside else [1, 1])
+
+
+def test_collectives_in_loops_are_refused_by_the_reader():
+    function, arguments = programs.loop_over_devices(True)
+    serialized = compat.serialize(function.lower(*arguments).compile())
+    with pytest.raises(NotUnderstood, match="holds collectives, whose order is lost"):
+        plan_bytes(serialized, library=compat.xla_library(), solvers=SOLVERS, seconds=0.2)
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d[:20], lambda d: b"", lambda d: d[:500] + b"x" + d[501:]])

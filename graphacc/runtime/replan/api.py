@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -40,8 +41,9 @@ def replan(
 ) -> ReplanResult:
     """Plan the temporaries of a compiled function again: order of operations and addresses.
 
-    Results stay bit for bit the same: every rewrite is proved before it is loaded. Works on XLA:CPU, on one device or many
-    (donated inputs, `shard_map`, collectives). Anything that is not fully understood keeps XLA's plan, and is logged once.
+    Results stay bit for bit the same: every rewrite is proved before it is loaded. Works on XLA:CPU and XLA:CUDA, on one device or
+    many (donated inputs, `shard_map`, collectives); planned CUDA programs are proved, but none has run on a GPU yet. Anything that
+    is not fully understood keeps XLA's plan, and is logged once.
 
     Args:
         compiled: from ``jax.jit(...).lower(...).compile()`` in this process, not yet run (jaxlib 0.10.2 cannot serialise a sort
@@ -58,15 +60,16 @@ def replan(
         The function to run, and the figures.
     """
     start = time.monotonic()
-    before = compiled.memory_analysis().temp_size_in_bytes if _is_cpu(compiled) else 0
+    library = compat.library_of(compiled) if compat.can_replace_executable(compiled) else None
+    before = 0 if library is None else compiled.memory_analysis().temp_size_in_bytes
     kept = functools.partial(_kept, compiled, serialized, before, start)
-    reason = _reason_to_keep(compiled, before, min_temporary_bytes)
+    reason = _reason_to_keep(compiled, library, before, min_temporary_bytes)
     if reason:
         return kept(reason, log=False)
     try:
         planned = plan_bytes(
             serialized or compat.serialize(compiled),
-            library=compat.xla_library(),
+            library=library,
             solvers=solvers or _core_solvers(threads),
             seconds=seconds,
             tolerance=tolerance,
@@ -158,14 +161,12 @@ def _core_solvers(threads: int) -> Solvers:
     return core_solvers(threads)
 
 
-def _is_cpu(compiled: jax.stages.Compiled) -> bool:
-    return compat.can_replace_executable(compiled) and compat.platform(compiled) == "cpu"
-
-
-def _reason_to_keep(compiled: jax.stages.Compiled, before: int, min_temporary_bytes: int) -> str:
+def _reason_to_keep(
+    compiled: jax.stages.Compiled, library: pathlib.Path | None, before: int, min_temporary_bytes: int
+) -> str:
     if not compat.can_replace_executable(compiled):
         return "the function was not compiled in this process"
-    if not _is_cpu(compiled):
+    if library is None:
         return f"planning of executables for {compat.platform(compiled)} is not supported"
     if compat.has_host_callbacks(compiled):
         return "the program calls back into Python, and cannot be loaded from bytes"

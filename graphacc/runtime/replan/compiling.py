@@ -2,9 +2,25 @@
 
 An entry of the cache is the planned executable in JAX's own format, with the plan's figures in front: JAX loads it like any
 other, so a warm start neither compiles nor plans. It is written when the planned executable has been proved and loaded.
+
+Several processes that run one program plan it each for itself, and exchange nothing. Their plans may differ, and one of them may keep
+XLA's, for failed planning or for time, or find its plan in its cache. For what one process computes does not depend on
+the others' order of operations or addresses, but on the order of the collectives alone: Gloo's carry no tags, so a collective meets
+those in the same place of the other processes' orders. This order is one for all:
+
+- Equal programs get equal schedules: two processes were given the same thunks at the same addresses, byte for byte, by XLA (jaxlib
+  0.10.2, CPU; their object code differs). So all start from the first of `schedules`, and try no other.
+- A plan keeps the order of the collectives (`precedence`), which is proved of its bytes (`verify`).
+
+At run time the collectives of one sequence of thunks wait for each other, as they share a communicator. In an executable that is
+loaded from bytes every nested sequence has one of its own (XLA's ``ThunkSequenceSerDesProtobuf::FromProto``), so that a device may
+come to a collective behind a loop before those in it: devices wait for each other for ever, or add up what does not belong together.
+So a CPU program whose loops or branches hold collectives keeps the executable that XLA compiled, and goes into no cache.
 """
 
+import contextlib
 import functools
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,12 +37,15 @@ SCHEDULE_PREFIX = "CPU_SCHEDULER_TYPE_"
 
 CompilerOptions = Mapping[str, str | bool | int | float]
 
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(")
+
 
 def compile_and_replan(
     lowered: jax.stages.Lowered,
     *,
     compiler_options: CompilerOptions | None = None,
     schedules: Sequence[str] = CPU_SCHEDULES,
+    shared: bool = False,
     cache: CompileCache | None = None,
     seconds: float = 5.0,
     **options,
@@ -38,35 +57,77 @@ def compile_and_replan(
     Args:
         lowered: from ``jax.jit(...).lower(...)``.
         compiler_options: for every compilation; a scheduler named here is replaced by those of `schedules`.
-        schedules: values of ``xla_cpu_scheduler_type`` without their prefix, the most promising first.
+        schedules: values of ``xla_cpu_scheduler_type`` without their prefix, the most promising first; an empty one asks for none.
+        shared: the program runs on devices of several processes, which all call this with the same: the first schedule alone is used.
         cache: where planned programs are kept between processes.
         seconds: budget for planning, and for compiling again.
         **options: of `replan_best`.
     """
-    store = PlannedStore(cache, f"planned {FORMAT} {seconds} {' '.join(schedules)}")
+    schedules = schedules[:1] if shared else schedules
+    store = PlannedStore(cache, f"planned {FORMAT} {seconds} {' '.join(schedules)}{' shared' * shared}")
     compile = functools.partial(_compile, lowered, compiler_options or {})
     first = compile(schedules[0], store)
     found = None if store.note is None else _plan_of(first.compiled, store.note)
     if found is not None:
         return ReplanResult(compiled=first.compiled, serialized=None, plan=found)
+    if _loses_order(first.compiled):
+        return _as_compiled(first, "its loops or branches hold collectives, whose order is lost where a program is loaded from bytes")
     others = [functools.partial(compile, schedule, PlannedStore(None, "")) for schedule in schedules[1:]]
     best = replan_best(first, others, seconds=seconds, **options)
-    if store.entry is not None and best.serialized is not None:
-        store.keep(compat.with_cached_executable(store.entry, best.serialized), best.plan.to_json())
+    if best.serialized is not None:
+        store.keep(compat.cache_entry(best.serialized, first.seconds), best.plan.to_json())
     return best
 
 
+def compile_cached(
+    lowered: jax.stages.Lowered, compiler_options: CompilerOptions, cache: CompileCache | None
+) -> tuple[jax.stages.Compiled, bool]:
+    """Compile with XLA's plan, or find that in the cache; and whether it was found."""
+    store = PlannedStore(cache, "compiled")
+    with compat.persistent_cache(store) if cache is not None else contextlib.nullcontext():
+        compiled = lowered.compile(compiler_options=dict(compiler_options))
+    if cache is not None and store.note is None and not _loses_order(compiled):
+        serialized = _bytes_of(compiled)
+        if serialized is not None:
+            store.keep(compat.cache_entry(serialized, 0.0), "")
+    return compiled, store.note is not None
+
+
+def _loses_order(compiled: jax.stages.Compiled) -> bool:
+    """Whether collectives would lose their order if the program were loaded from bytes: see above."""
+    several = compat.platform(compiled) == "cpu" and compat.num_devices(compiled) > 1
+    return several and has_nested_collectives(compiled.as_text())
+
+
+def has_nested_collectives(hlo: str) -> bool:
+    """Whether a computation other than the entry holds a collective, in the text of an optimised HLO module."""
+    nested, _, _ = hlo.partition("\nENTRY ")
+    return _COLLECTIVE.search(nested) is not None
+
+
 def _compile(lowered: jax.stages.Lowered, compiler_options: CompilerOptions, schedule: str, store: PlannedStore) -> Candidate:
-    """One compilation, with the bytes that JAX writes to a cache."""
+    """One compilation, with its bytes unless it was loaded from some."""
     start = time.monotonic()
+    options = {**compiler_options, SCHEDULER_OPTION: SCHEDULE_PREFIX + schedule} if schedule else compiler_options
     with compat.persistent_cache(store):
-        compiled = lowered.compile(compiler_options={**compiler_options, SCHEDULER_OPTION: SCHEDULE_PREFIX + schedule})
-    return Candidate(
-        compiled=compiled,
-        schedule=schedule,
-        seconds=time.monotonic() - start,
-        serialized=None if store.entry is None else compat.cached_executable(store.entry),
-    )
+        compiled = lowered.compile(compiler_options=dict(options))
+    seconds = time.monotonic() - start
+    serialized = _bytes_of(compiled) if store.note is None else None
+    return Candidate(compiled=compiled, schedule=schedule, seconds=seconds, serialized=serialized)
+
+
+def _bytes_of(compiled: jax.stages.Compiled) -> bytes | None:
+    try:
+        return None if compat.has_host_callbacks(compiled) else compat.serialize(compiled)
+    except jax.errors.JaxRuntimeError:
+        return None  # `replan` tries it again, and says why it cannot plan
+
+
+def _as_compiled(candidate: Candidate, reason: str) -> ReplanResult:
+    """XLA's executable and plan, without looking at them."""
+    size = candidate.compiled.memory_analysis().temp_size_in_bytes
+    figures = dict(temporary_before=size, temporary_after=size, lower_bound=0, seconds=0.0, schedule=candidate.schedule)
+    return ReplanResult(compiled=candidate.compiled, serialized=None, plan=MemoryPlan(changed=False, reason=reason, **figures))
 
 
 def _plan_of(compiled: jax.stages.Compiled, note: str) -> MemoryPlan | None:

@@ -10,16 +10,16 @@ from google.protobuf import message
 from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.model import (
     Access,
-    Allocation,
-    AllocationKind,
+    Backend,
     Control,
     Executable,
     Mode,
     Sequence,
     Thunk,
-    allocation_kind,
     find_slices,
     follow,
+    read_allocations,
+    reorder_thunks,
 )
 from graphacc.runtime.replan.schema import Schema, find_unknown_fields
 
@@ -78,13 +78,15 @@ def read(schema: Schema, data: bytes) -> Executable:
     effects = _instructions_with_effects(result.hlo_module.hlo_module)
     executable = Executable(
         root=_read_sequence(result.thunk_sequence, effects),
-        allocations=_read_allocations(result.buffer_assignment),
+        allocations=read_allocations(result.buffer_assignment.buffer_allocations),
         alignment=ALIGNMENT,
         assignment=result.buffer_assignment,
         instruction_names=_instruction_names(result.hlo_module.hlo_module),
         message=result,
+        planned_fields=("thunk_sequence", "buffer_assignment"),
     )
     executable.alignment = max([ALIGNMENT, *_kernel_alignments(executable)])
+    _check_collectives(executable)
     return executable
 
 
@@ -95,19 +97,17 @@ def write(executable: Executable) -> bytes:
 
 def reorder(sequence: Sequence, order: tuple[int, ...]) -> None:
     """Put the thunk messages of one sequence into `order`, and let its resources point at their new places."""
-    thunks = sequence.message.thunks
-    reordered = [_copy(thunks[i]) for i in order]
-    del thunks[:]
-    thunks.extend(reordered)
+    reorder_thunks(sequence, order)
     place = {old: new for new, old in enumerate(order)}
     for resource in sequence.message.thunk_resources:
         resource.thunk_indices[:] = sorted(place[i] for i in resource.thunk_indices)
 
 
-def _copy(original: message.Message) -> message.Message:
-    duplicate = type(original)()
-    duplicate.CopyFrom(original)
-    return duplicate
+def _check_collectives(executable: Executable) -> None:
+    """Loaded from bytes, a nested sequence has a communicator of its own, and its collectives lose their order against the others."""
+    for thunk in executable.thunks:
+        if thunk.nested and "collective" in thunk.ordered:
+            raise NotUnderstood(f"{thunk.kind} {thunk.name!r} holds collectives, whose order is lost where a program is loaded from bytes")
 
 
 def _check_result(result: message.Message) -> None:
@@ -120,18 +120,6 @@ def _check_result(result: message.Message) -> None:
         raise NotUnderstood(f"the executable has fields that its schema does not know: {unknown[:3]}")
 
 
-def _read_allocations(assignment: message.Message) -> dict[int, Allocation]:
-    allocations = {}
-    for i, allocation in enumerate(assignment.buffer_allocations):
-        if allocation.index != i:
-            raise NotUnderstood(f"allocation {allocation.index} stands at place {i}")
-        allocations[i] = Allocation(index=i, size=allocation.size, kind=allocation_kind(allocation), message=allocation)
-    temporaries = [a.index for a in allocations.values() if a.kind is AllocationKind.TEMPORARY]
-    if len(temporaries) > 1:
-        raise NotUnderstood(f"the executable has {len(temporaries)} arenas of temporaries {temporaries}, XLA:CPU has one")
-    return allocations
-
-
 def _read_sequence(sequence: message.Message, effects: dict[str, bool]) -> Sequence:
     thunks = [_read_thunk(thunk, effects) for thunk in sequence.thunks]
     for number, resource in enumerate(sequence.thunk_resources):
@@ -139,7 +127,8 @@ def _read_sequence(sequence: message.Message, effects: dict[str, bool]) -> Seque
             if not 0 <= i < len(thunks):
                 raise NotUnderstood(f"resource {number} names thunk {i} of {len(thunks)}")
             thunks[i].ordered |= {"resource"}
-    return Sequence(thunks=thunks, message=sequence)
+    resources = tuple(frozenset(resource.thunk_indices) for resource in sequence.thunk_resources)
+    return Sequence(thunks=thunks, message=sequence, resources=resources)
 
 
 def _read_thunk(thunk: message.Message, effects: dict[str, bool]) -> Thunk:
@@ -204,3 +193,6 @@ def _instruction_names(module: message.Message) -> dict[int, str]:
 def _kernel_alignments(executable: Executable) -> list[int]:
     kernels = [t.message.kernel_thunk for t in executable.thunks if t.kind == "kernel_thunk"]
     return [k.min_alignment.value for k in kernels if k.min_alignment.contains_value]
+
+
+BACKEND = Backend(read=read, write=write, reorder=reorder, thunk_sequences=THUNK_SEQUENCES)

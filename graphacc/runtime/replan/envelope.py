@@ -2,7 +2,7 @@
 
 Layout (jaxlib 0.10.2): varint(n), n bytes of ``ifrt.SerializedXlaExecutableMetadata``, then an
 ``xla.ExecutableAndOptionsProto`` {1: serialized_executable, 2: compile_options}. On CPU the first is an
-``xla.cpu.CompilationResultProto``.
+``xla.cpu.CompilationResultProto``, on CUDA a record file (see `gpu`).
 """
 
 import dataclasses

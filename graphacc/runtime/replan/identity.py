@@ -20,6 +20,9 @@ class Slot:
     offset: int
     size: int
 
+    def overlaps(self, access: Access) -> bool:
+        return self.allocation == access.allocation and self.offset < access.end and access.offset < self.offset + self.size
+
     def contains(self, access: Access) -> bool:
         return self.allocation == access.allocation and self.offset <= access.offset and access.end <= self.offset + self.size
 
@@ -30,8 +33,8 @@ class Identity:
     def __init__(self, values: Values):
         self._executable = values.executable
         assignment = self._executable.assignment
-        defined = _definitions(assignment)
-        self.slots = _read_slots(assignment, set(defined.values()))
+        defined = definitions(assignment)
+        self.slots = read_slots(assignment, set(defined.values()))
         self._hlo_buffer = _join_aliases(assignment, defined)
         self._check_one_slot_each()
         self._by_instruction = self._index_by_instruction(assignment)
@@ -82,11 +85,12 @@ class Identity:
 
 
 def _definitions_of(thunk: Thunk) -> list[Access]:
-    """The thunk's writes; a loop only reads the predicate that its condition computed (it is UPDATE because XLA lists it so)."""
-    return [a for a in thunk.accesses if a.mode.writes and thunk.control is Control.LEAF]
+    """The thunk's writes. A loop only reads the predicate that its condition computed (it is UPDATE because XLA lists it so), and
+    a thunk that waits for others names their writes."""
+    return [a for a in thunk.accesses if a.mode.writes and thunk.control is Control.LEAF and thunk.waits_for is None]
 
 
-def _definitions(assignment) -> dict[tuple[int, tuple[int, ...]], int]:
+def definitions(assignment) -> dict[tuple[int, tuple[int, ...]], int]:
     """(instruction id, shape index) -> logical buffer."""
     defined = {(b.defined_at.instruction_id, tuple(b.defined_at.shape_index)): b.id for b in assignment.logical_buffers}
     num_buffers = len(assignment.logical_buffers)
@@ -95,7 +99,8 @@ def _definitions(assignment) -> dict[tuple[int, tuple[int, ...]], int]:
     return defined
 
 
-def _read_slots(assignment, buffers: set[int]) -> dict[int, Slot]:
+def read_slots(assignment, buffers: set[int]) -> dict[int, Slot]:
+    """Logical buffer -> its slot."""
     slots: dict[int, Slot] = {}
     for allocation in assignment.buffer_allocations:
         for entry in allocation.assigned:

@@ -7,12 +7,12 @@ attached, so that a plan is written back where it came from.
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from google.protobuf import descriptor, message
 
 from graphacc.runtime.replan.errors import NotUnderstood
-from graphacc.runtime.replan.schema import child_messages
+from graphacc.runtime.replan.schema import Schema, child_messages
 
 SLICE_MESSAGE = "xla.buffer_assignment.BufferAllocationSliceProto"
 
@@ -84,6 +84,7 @@ class Thunk:
     nested: tuple["Sequence", ...] = ()
     has_trip_count: bool = False  # a loop of known length, whose condition the runtime never runs
     ordered: frozenset[str] = frozenset()  # thunks that share one of these names keep their order
+    waits_for: int | None = None  # place, in its sequence, of the thunk whose work on another stream ends here; see `gpu`
     index: int = -1  # in Executable.thunks: a number for every thunk, nested ones behind their parent
     last: int = -1  # index of the last thunk nested in it, or its own
 
@@ -94,6 +95,7 @@ class Sequence:
 
     thunks: list[Thunk]
     message: message.Message  # it has a repeated field `thunks`
+    resources: tuple[frozenset[int], ...] = ()  # each the places of the thunks that it names
     index: int = -1  # in Executable.sequences, parents before children
 
 
@@ -117,6 +119,8 @@ class Executable:
     assignment: message.Message  # BufferAssignmentProto
     instruction_names: dict[int, str]  # HLO instruction id -> name
     message: message.Message  # the backend's whole message
+    planned_fields: tuple[str, ...]  # of it: they hold the thunks and the allocations
+    parts: tuple[bytes, ...] = ()  # what the backend keeps beside its message; a plan never changes it
     thunks: list[Thunk] = dataclasses.field(default_factory=list)
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     accesses: list[Access] = dataclasses.field(default_factory=list)
@@ -162,6 +166,48 @@ class Executable:
     def family(self, thunk: Thunk) -> list[Thunk]:
         """A thunk and all thunks nested in it."""
         return self.thunks[thunk.index : thunk.last + 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How the executables of one of XLA's backends are read and written."""
+
+    read: Callable[[Schema, bytes], Executable]
+    write: Callable[[Executable], bytes]  # as its messages now stand
+    reorder: Callable[[Sequence, tuple[int, ...]], None]  # of one sequence's messages: places of its thunks, in the new order
+    thunk_sequences: frozenset[str]  # message types that hold nested thunks
+
+
+def read_allocations(table) -> dict[int, Allocation]:
+    """The allocations of a repeated field of `BufferAllocationProto`.
+
+    Raises:
+        NotUnderstood: they are not in order, or their temporaries lie in several arenas.
+    """
+    allocations = {}
+    for i, allocation in enumerate(table):
+        if allocation.index != i:
+            raise NotUnderstood(f"allocation {allocation.index} stands at place {i}")
+        allocations[i] = Allocation(index=i, size=allocation.size, kind=allocation_kind(allocation), message=allocation)
+    temporaries = [a.index for a in allocations.values() if a.kind is AllocationKind.TEMPORARY]
+    if len(temporaries) > 1:
+        raise NotUnderstood(f"the executable has {len(temporaries)} arenas of temporaries {temporaries}, expected one")
+    return allocations
+
+
+def reorder_thunks(sequence: Sequence, order: tuple[int, ...]) -> None:
+    """Put the thunk messages of one sequence into `order`."""
+    thunks = sequence.message.thunks
+    reordered = [copy_message(thunks[i]) for i in order]
+    del thunks[:]
+    thunks.extend(reordered)
+
+
+def copy_message(original: message.Message) -> message.Message:
+    """An independent copy."""
+    duplicate = type(original)()
+    duplicate.CopyFrom(original)
+    return duplicate
 
 
 def allocation_kind(allocation: message.Message) -> AllocationKind:

@@ -5,13 +5,13 @@ import os
 import time
 
 from graphacc.passes.memory.problem import AddressProblem
-from graphacc.runtime.replan import cpu
+from graphacc.runtime.replan import cpu, gpu, riegeli
 from graphacc.runtime.replan.addressing import Addresses, AddressSolver, Occupancy, address_map, find_addresses
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.errors import NotUnderstood
 from graphacc.runtime.replan.identity import Identity, check_executable
 from graphacc.runtime.replan.liveness import Liveness, Orders, find_overlap
-from graphacc.runtime.replan.model import Executable
+from graphacc.runtime.replan.model import Backend, Executable
 from graphacc.runtime.replan.ordering import Ordering, OrderSolver, find_orders
 from graphacc.runtime.replan.rewrite import rewrite
 from graphacc.runtime.replan.schema import Schema, read_schema
@@ -47,11 +47,11 @@ class PlannedBytes:
 def plan_bytes(
     serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float, tolerance: float = 0.0
 ) -> PlannedBytes:
-    """Plan the memory of a serialised CPU executable again.
+    """Plan the memory of a serialised executable again. Nothing is run: one for CUDA needs no GPU.
 
     Args:
-        serialized: ``LoadedExecutable.serialize()``.
-        library: the shared library of XLA that wrote it, for its schema.
+        serialized: ``LoadedExecutable.serialize()``, of XLA:CPU or XLA:CUDA.
+        library: the shared library of XLA that wrote it, for its schema: jaxlib's own, or that of the CUDA plugin.
         solvers: the planner core.
         seconds: the solvers' budget; reading and proving come on top.
         tolerance: XLA's plan is kept where it is above the lower bound by at most this share of it.
@@ -63,7 +63,8 @@ def plan_bytes(
     start = time.monotonic()
     schema = read_schema(library)
     envelope = open_envelope(serialized)
-    executable = cpu.read(schema, envelope.executable)
+    backend = find_backend(envelope.executable)
+    executable = backend.read(schema, envelope.executable)
     values, identity, liveness = understand(executable)
     before = executable.temporary.size
     solving = time.monotonic()
@@ -74,9 +75,9 @@ def plan_bytes(
         orders, addresses = _choose(values, liveness, ordering, solvers.addresses, left)
         if addresses.height < before:
             map_after = address_map(values, Liveness(values, orders), addresses.offsets)
-            rewrite(executable, values, identity, orders, addresses, cpu.reorder)
-            planned, after = cpu.write(executable), addresses.height
-            prove(schema, envelope.executable, planned, orders)
+            rewrite(executable, values, identity, orders, addresses, backend.reorder)
+            planned, after = backend.write(executable), addresses.height
+            prove(schema, backend, envelope.executable, planned, orders)
     return PlannedBytes(
         serialized=None if planned is None else envelope.with_executable(planned),
         temporary_before=before,
@@ -110,9 +111,14 @@ def understand(executable: Executable) -> tuple[Values, Identity, Liveness]:
     return values, Identity(values), liveness
 
 
-def prove(schema: Schema, original: bytes, planned: bytes, orders: Orders) -> None:
+def find_backend(executable: bytes) -> Backend:
+    """Which of XLA's backends wrote an executable: XLA:CUDA writes record files, XLA:CPU a bare message."""
+    return gpu.BACKEND if riegeli.is_record_file(executable) else cpu.BACKEND
+
+
+def prove(schema: Schema, backend: Backend, original: bytes, planned: bytes, orders: Orders) -> None:
     """Read both executables from their final bytes and verify the second against the first."""
-    verify(cpu.read(schema, original), cpu.read(schema, planned), orders, cpu.THUNK_SEQUENCES)
+    verify(backend.read(schema, original), backend.read(schema, planned), orders, backend.thunk_sequences)
 
 
 def _choose(

@@ -3,11 +3,11 @@
 Inside one value, and on memory that does not move (parameters, constants, outputs), conflicting accesses to a byte keep their
 order: read after write, write after read, write after write. Two values in the same place never force an order: they get new
 places. Thunks that share an ordered resource (collectives, side effects) keep theirs, so all devices run their collectives in one
-order.
+order. What runs beside asynchronous work keeps doing so: it stays between the thunks that start it and wait for it.
 """
 
 from graphacc.runtime.replan.intervals import IntervalMap
-from graphacc.runtime.replan.model import Sequence
+from graphacc.runtime.replan.model import Sequence, Thunk
 from graphacc.runtime.replan.values import Values
 
 Predecessors = list[set[int]]  # per place in Sequence.thunks: places that must come before
@@ -23,11 +23,20 @@ def find_predecessors(sequence: Sequence, values: Values) -> Predecessors:
             if name in last_of:
                 predecessors[place].add(last_of[name])
             last_of[name] = place
+        _keep_beside(place, thunk, predecessors)
         ranges = _ranges(values, [a for t in values.executable.family(thunk) for a in t.accesses])
         for (key, start, end), writes in ranges.items():
             _touch(memory.setdefault(key, IntervalMap()), start, end, writes, place, predecessors[place])
         predecessors[place].discard(place)
     return predecessors
+
+
+def _keep_beside(place: int, thunk: Thunk, predecessors: Predecessors) -> None:
+    """A thunk that waits for another: what stands between them stays between them."""
+    if thunk.waits_for is not None:
+        predecessors[place] |= set(range(thunk.waits_for, place))
+        for between in range(thunk.waits_for + 1, place):
+            predecessors[between].add(thunk.waits_for)
 
 
 def _ranges(values: Values, accesses) -> dict[tuple[tuple[str, int], int, int], bool]:

@@ -14,7 +14,16 @@ from google.protobuf import message
 
 from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 from graphacc.runtime.replan.liveness import Liveness, Orders, find_overlap
-from graphacc.runtime.replan.model import AllocationKind, Control, Executable, Sequence, Thunk, allocation_kind, find_slices
+from graphacc.runtime.replan.model import (
+    AllocationKind,
+    Control,
+    Executable,
+    Sequence,
+    Thunk,
+    allocation_kind,
+    copy_message,
+    find_slices,
+)
 from graphacc.runtime.replan.replay import ReachingDefinitions, Replay, make_chooser
 from graphacc.runtime.replan.values import Values
 
@@ -50,16 +59,17 @@ def verify(original: Executable, rewritten: Executable, orders: Orders, stop: fr
 
 
 def _check_messages(original: Executable, rewritten: Executable) -> None:
-    changing = ("thunk_sequence", "buffer_assignment")
+    if original.parts != rewritten.parts:
+        raise VerificationError("the rewrite changed what the executable holds beside its message")
     for field in original.message.DESCRIPTOR.fields:
-        if field.name not in changing and getattr(original.message, field.name) != getattr(rewritten.message, field.name):
+        if field.name not in original.planned_fields and getattr(original.message, field.name) != getattr(rewritten.message, field.name):
             raise VerificationError(f"the rewrite changed the executable's {field.name}")
     if _without_plan(original.assignment) != _without_plan(rewritten.assignment):
         raise VerificationError("the rewrite changed more of the buffer assignment than the arena's size and offsets")
 
 
 def _without_plan(assignment: message.Message) -> message.Message:
-    plain = _copy(assignment)
+    plain = copy_message(assignment)
     for allocation in plain.buffer_allocations:
         if allocation_kind(allocation) is AllocationKind.TEMPORARY:
             allocation.size = 0
@@ -93,8 +103,9 @@ def _match_sequence(
 
 def _canonical(thunk: Thunk, executable: Executable, stop: frozenset[str]) -> bytes:
     """A thunk's bytes without its offsets in the arena and without its nested sequences."""
-    plain = _copy(thunk.message)
-    _clear_nested(plain, stop)
+    plain = copy_message(thunk.message)
+    if thunk.nested:
+        _clear_nested(plain, stop)
     for found in find_slices(plain, stop):
         if executable.temporary is not None and found.buffer_allocation_index == executable.temporary.index:
             found.offset = 0
@@ -110,20 +121,14 @@ def _clear_nested(root: message.Message, stop: frozenset[str]) -> None:
                     content.ClearField(field.name)
 
 
-def _copy(original: message.Message) -> message.Message:
-    duplicate = type(original)()
-    duplicate.CopyFrom(original)
-    return duplicate
-
-
 def _check_resources(old: Sequence, new: Sequence, order: tuple[int, ...]) -> None:
     for name in sorted(set().union(*(t.ordered for t in old.thunks))):
         before = [place for place, thunk in enumerate(old.thunks) if name in thunk.ordered]
         after = [place for place, thunk in zip(order, new.thunks) if name in thunk.ordered]
         if before != after:
             raise VerificationError(f"sequence {old.index}: the rewrite changed the order of the {name} thunks")
-    for number, (was, now) in enumerate(zip(old.message.thunk_resources, new.message.thunk_resources, strict=True)):
-        if sorted(was.thunk_indices) != sorted(order[i] for i in now.thunk_indices):
+    for number, (was, now) in enumerate(zip(old.resources, new.resources, strict=True)):
+        if was != {order[i] for i in now}:
             raise VerificationError(f"sequence {old.index}: resource {number} names other thunks than before")
 
 

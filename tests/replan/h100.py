@@ -1,0 +1,119 @@
+"""Programs compiled for H100 GPUs that are not there, through JAX's CUDA plugin."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+import programs
+from graphacc._compat import jax_ as compat
+
+TARGET = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  l2_cache_size: 52428800  memory_bandwidth: 3352320000000  device_memory_size: 84942979072
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9  minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""stream_executor.GpuTargetConfigProto of an H100 SXM."""
+
+FAST = {"xla_gpu_autotune_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options with which XLA takes half the time."""
+CUBLAS = FAST | {"xla_gpu_enable_triton_gemm": False}
+"""Products by cuBLAS, which has a workspace of 32 MiB."""
+
+
+@functools.cache
+def devices(count: int = 1) -> list:
+    """`count` H100s of one machine."""
+    return topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{count}").devices
+
+
+def like(mesh: Mesh) -> Mesh:
+    """A mesh of H100s in the place of other devices."""
+    return Mesh(np.array(devices(mesh.size)).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def compile(jitted, arguments, options=FAST) -> jax.stages.Compiled:
+    """For arguments that are arrays or ShapeDtypeStructs; those without a sharding on H100s lie on one."""
+
+    def abstract(x):
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) and x.sharding else SingleDeviceSharding(devices()[0])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    traced = jitted.trace(*jax.tree.map(abstract, arguments))
+    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+def remat_gpt(layers=6, width=128, heads=2, vocabulary=4096, length=128, batch=8, remat=True):
+    """A GPT's step with SGD: a scan over blocks, rematerialised or not, and a head tied to the embedding."""
+    shapes = dict(qkv=(width, 3 * width), out=(width, width), up=(width, 4 * width), down=(4 * width, width))
+    params = {name: jax.ShapeDtypeStruct((layers, *shape), jnp.float32) for name, shape in shapes.items()}
+    params = dict(blocks=params, embedding=jax.ShapeDtypeStruct((vocabulary, width), jnp.float32))
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def block(h, w):
+        q, k, v = jnp.split((norm(h) @ w["qkv"]).reshape(batch, length, heads, -1).swapaxes(1, 2), 3, -1)
+        scores = jnp.where(np.tri(length, dtype=bool), q @ k.swapaxes(2, 3), -1e9)
+        h = h + (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(h.shape) @ w["out"]
+        return h + jax.nn.gelu(norm(h) @ w["up"]) @ w["down"]
+
+    apply = jax.checkpoint(block) if remat else block
+
+    def loss(params, tokens):
+        h = jax.lax.scan(lambda h, w: (apply(h, w), None), params["embedding"][tokens], params["blocks"])[0]
+        logits = (norm(h) @ params["embedding"].T)[:, :-1]
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+    def step(params, tokens):
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+
+    return jax.jit(step, donate_argnums=0), (params, jax.ShapeDtypeStruct((batch, length), jnp.int32))
+
+
+def collectives():
+    """Eight devices: gathers, reduce-scatters and all-reduces, asynchronous beside products."""
+    mesh = Mesh(np.array(devices(8)), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def local(params, x):
+        def loss(full):
+            h = x
+            for w in full:
+                h = h + jnp.tanh(h @ w)
+            return jnp.square(h).mean()
+
+        full = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in params]
+        value, gradients = jax.value_and_grad(loss)(full)
+        shards = [jax.lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True) for g in gradients]
+        return jax.lax.pmean(value, "fsdp"), [w - 0.1 * g for w, g in zip(params, shards)]
+
+    split = NamedSharding(mesh, P("fsdp"))
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split) for _ in range(3)]
+    function = jax.shard_map(local, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp")), check_vma=False)
+    return jax.jit(function, donate_argnums=0), (params, jax.ShapeDtypeStruct((2048, 512), jnp.float32, sharding=split))
+
+
+PROGRAMS = {name: (programs.PROGRAMS[name], FAST) for name in ("training_step", "loops", "branches")}
+PROGRAMS |= {"remat_gpt": (remat_gpt, CUBLAS), "collectives": (collectives, FAST), "mlp": (programs.training_step, CUBLAS)}
+
+
+@functools.cache
+def serialized(name: str) -> bytes:
+    """A program's bytes."""
+    build, options = PROGRAMS[name]
+    return compat.serialize(compile(*build(), options))
