@@ -11,6 +11,7 @@ from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
+from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.partition.driver import partition
 from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
@@ -62,7 +63,7 @@ def build_pipeline(
         passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, batch_dims))
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, batch_dims))
-    return [*passes, DEAD_CODE, COMMON_SUBEXPRESSIONS]
+    return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
 
 
 def partition_pass(axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Pass:

@@ -19,10 +19,10 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.permute.default, at
 def regroup_sums(step: StepGraph, log: Log) -> StepGraph:
     """Rewrite every chain of additions in the backward part whose products do not stand first."""
     graph = step.graph
-    for last in [node for node in graph.nodes if _is_sum(node) and not _continues(node)]:
-        terms = _terms(last)
-        ordered = sorted(terms, key=lambda term: not _is_product(term))  # stable
-        if len(terms) < 3 or ordered == terms:
+    for last in [node for node in graph.nodes if is_sum(node) and not continues(node)]:
+        parts = terms(last)
+        ordered = sorted(parts, key=lambda term: not _is_product(term))  # stable
+        if len(parts) < 3 or ordered == parts:
             continue
         with graph.inserting_before(last):
             total = ordered[0]
@@ -37,7 +37,8 @@ def regroup_sums(step: StepGraph, log: Log) -> StepGraph:
     return step
 
 
-def _is_sum(node: torch.fx.Node) -> bool:
+def is_sum(node: torch.fx.Node) -> bool:
+    """Whether a node of the backward part adds two tensors of its own shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs or node.meta.get("phase") is not Phase.BACKWARD:
         return False
     values = [arg.meta["val"] for arg in node.args if isinstance(arg, torch.fx.Node)]
@@ -45,15 +46,20 @@ def _is_sum(node: torch.fx.Node) -> bool:
     return len(values) == 2 and all(value.shape == like.shape and value.dtype == like.dtype for value in values)
 
 
-def _continues(node: torch.fx.Node) -> bool:
-    """The sum is only a term of another sum."""
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+def continues(node: torch.fx.Node) -> bool:
+    """Whether a sum is only a term of another sum."""
+    return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
-def _terms(last: torch.fx.Node) -> list[torch.fx.Node]:
-    found = []
-    for arg in last.args:
-        found += _terms(arg) if _is_sum(arg) and _continues(arg) else [arg]
+def terms(last: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a chain of additions that ends in `last` adds up, in its order."""
+    found, left = [], list(reversed(last.args))
+    while left:
+        arg = left.pop()
+        if is_sum(arg) and continues(arg):
+            left += reversed(arg.args)
+        else:
+            found.append(arg)
     return found
 
 
