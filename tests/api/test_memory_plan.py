@@ -10,7 +10,7 @@ from training import assert_parity, batches_of, compiled, train
 STEPS = 3
 
 
-@pytest.mark.parametrize("name, strategy, batch_size", [("gpt2", "fsdp=8", 128), ("qwen3_moe", None, 64)])
+@pytest.mark.parametrize("name, strategy, batch_size", [("gpt2", "fsdp=8", 256), ("qwen3_moe", None, 64)])
 def test_planned_steps_train_as_torch_does(name, strategy, batch_size):
     reference, _ = zoo.MODELS[name]()
     planned, plain = copy.deepcopy(reference), copy.deepcopy(reference)
