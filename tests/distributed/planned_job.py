@@ -20,8 +20,19 @@ from graphacc.runtime.replan import api, cpu
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.schema import read_schema
 
-ROWS, WIDTH, STEPS, SECONDS = 1024, 256, 3, 1.5
+ROWS, WIDTH, STEPS, SECONDS = 1024, 256, 3, 5.0
 PLANNED = dict(memory_plan="roam", plan_seconds=1.0)
+
+
+class Branches(nn.Module):
+    """Layers side by side, in whose order a plan has something to choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(torch.tanh(layer(x)) * torch.sin(x.roll(i, 1)) for i, layer in enumerate(self.layers))
 
 
 def gpt2(*strategies: str) -> dict:
@@ -41,15 +52,15 @@ def unalike(directory: str) -> dict:
     graphacc.distributed.initialize()
     odd = process_index() == 1
     own = pathlib.Path(directory, str(process_index()))
-    found = {"xla": _mlp(memory_plan="xla", cache_dir=None), "cold": _mlp(cache_dir=str(own))}
+    found = {"xla": _branches(memory_plan="xla", cache_dir=None), "cold": _branches(cache_dir=str(own))}
     if odd:
         shutil.rmtree(own)
-    found["warm in one"] = _mlp(cache_dir=str(own))
-    found["warm"] = _mlp(cache_dir=str(own))
-    found["no time in one"] = _mlp(cache_dir=None, plan_seconds=0.0 if odd else 1.0)
+    found["warm in one"] = _branches(cache_dir=str(own))
+    found["warm"] = _branches(cache_dir=str(own))
+    found["no time in one"] = _branches(cache_dir=None, plan_seconds=0.0 if odd else 1.0)
     if odd:
         api.plan_bytes = _failing
-    found["failed in one"] = _mlp(cache_dir=None)
+    found["failed in one"] = _branches(cache_dir=None)
     return {"runs": found, "late": _late()}
 
 
@@ -69,20 +80,19 @@ def _late() -> dict[str, float]:
         return call(program, *arrays)
 
     Program.build, Program.__call__ = slow, noted
-    _mlp(memory_plan="xla", cache_dir=None)
+    _branches(memory_plan="xla", cache_dir=None)
     Program.build, Program.__call__ = build, call
     return times
 
 
-def _mlp(**options) -> dict:
+def _branches(**options) -> dict:
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    net = graphacc.compile(nn.Sequential(*layers), strategy="fsdp=8", **PLANNED | options)
-    bits, plan = _train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), _mlp_step)
+    net = graphacc.compile(Branches(), strategy="fsdp=8", **PLANNED | options)
+    bits, plan = _train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), _branches_step)
     return {"bits": bits, "plan": plan}
 
 
-def _mlp_step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+def _branches_step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
     loss = net(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))).square().mean()
     loss.backward()
     optimizer.step()

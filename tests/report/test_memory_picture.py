@@ -10,12 +10,13 @@ from torch import nn
 import graphacc
 from graphacc.errors import PlanError
 from graphacc.report import memory_plan
+from graphacc.runtime.replan.cpu import ALIGNMENT
 from training import compiled
 
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    model, batch = zoo.MODELS["gpt2"](batch_size=64)
+    model, batch = zoo.MODELS["gpt2"](batch_size=32)
     model = compiled(model, None)
     model(**batch).loss.backward()
     zoo.adamw(model).step()
@@ -31,9 +32,10 @@ def test_a_page_shows_both_plans(model, tmp_path):
     memory_plan(program, tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 4 and "http" not in page
-    assert f"planned by GraphAcc: {program.memory.temp_bytes:,} bytes" in page
+    assert "planned by GraphAcc: " in page
     xla, ours = (int(text.replace(",", "")) for text in re.findall(r"<h2>(?:XLA|planned)[^<]*: ([\d,]+) bytes", page))
-    assert ours == program.plan.temporary_after < xla <= program.plan.temporary_before  # XLA's may hold what nothing touches
+    assert program.memory.temp_bytes == program.plan.temporary_after < xla <= program.plan.temporary_before  # which may hold what nothing touches
+    assert 0 <= program.plan.temporary_after - ours < ALIGNMENT  # the last value may end before the arena does
     assert f"lower bound: {program.plan.lower_bound:,} bytes" in page
 
 
