@@ -34,8 +34,9 @@ def test_a_page_shows_both_plans(model, tmp_path):
     assert page.count("<svg") == 4 and "http" not in page
     assert "planned by GraphAcc: " in page
     xla, ours = (int(text.replace(",", "")) for text in re.findall(r"<h2>(?:XLA|planned)[^<]*: ([\d,]+) bytes", page))
-    assert program.memory.temp_bytes == program.plan.temporary_after < xla <= program.plan.temporary_before  # which may hold what nothing touches
-    assert 0 <= program.plan.temporary_after - ours < ALIGNMENT  # the last value may end before the arena does
+    plan = program.plan
+    assert program.memory.temp_bytes == plan.temporary_after < xla <= plan.temporary_before  # it may hold what nothing touches
+    assert 0 <= plan.temporary_after - ours < ALIGNMENT  # the last value may end before the arena does
     assert f"lower bound: {program.plan.lower_bound:,} bytes" in page
 
 
