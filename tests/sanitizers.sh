@@ -9,7 +9,7 @@ trap 'rm -rf "$work"' EXIT
 build() { # name, flags...
   local name=$1
   shift
-  local flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -fno-math-errno -Icsrc/include -Icsrc/cpu "$@")
+  local flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -fno-math-errno -Icsrc/include -Icsrc/cpu -Icsrc/planner_order "$@")
   local objects=()
   compile() { # object, source, flags...
     g++ "${flags[@]}" "${@:3}" -c "$2" -o "$work/$name-$1.o"
@@ -32,6 +32,7 @@ build() { # name, flags...
   for source in highway_hash snappy; do
     compile "$source" "csrc/riegeli/$source.cc"
   done
+  compile min_cut csrc/planner_order/min_cut.cc
   compile driver tests/kernels/sanitize.cc
   g++ "${flags[@]}" "${objects[@]}" -pthread -o "$work/$name"
 }

@@ -49,6 +49,6 @@ struct gacc_flow_network {
 
 // The minimum cut with the operators of `inside` on the source's side and those of `outside` on the sink's: (num_operators + 7) / 8
 // bytes each, operator v is bit v % 8 of byte v / 8; no operator is in both. Writes its size, or where that is more than `limit`
-// some number that is; and into `source_side`, unless it is null and zeroed before, the smallest source's side without `inside`.
+// some number that is; and into `source_side`, which may be null and else is zeroed before, the smallest source's side without `inside`.
 GACC_API int32_t gacc_min_cut(const gacc_flow_network* network, const uint8_t* inside, const uint8_t* outside, int64_t limit,
                               int64_t* value, uint8_t* source_side);

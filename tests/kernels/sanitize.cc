@@ -1,4 +1,4 @@
-// Runs the attention and Adam kernels over odd shapes, from several threads at once; built by tests/sanitizers.sh.
+// Runs the attention and Adam kernels over odd shapes, from several threads at once, and minimum cuts; built by tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <cmath>
 #include <cstdio>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gacc.h"
+#include "order.h"
 
 namespace {
 
@@ -110,6 +111,28 @@ int records() {
   return num_whole;
 }
 
+// Minimum cuts of random networks: with and without limits and the source's side.
+void cuts() {
+  const auto below = [](int64_t limit) { return static_cast<int32_t>(std::fabs(random_number()) * 1000) % static_cast<int32_t>(limit); };
+  for (int repeat = 0; repeat < 2000; ++repeat) {
+    const int64_t operators = 1 + below(40), nodes = 2 + operators + below(10), arcs = below(200);
+    std::vector<int32_t> tails, heads;
+    std::vector<int64_t> sizes;
+    for (int64_t a = 0; a < arcs; ++a) {
+      tails.push_back(below(nodes));
+      heads.push_back(below(nodes));
+      sizes.push_back(below(100));
+    }
+    const gacc_flow_network network{nodes, operators, arcs, tails.data(), heads.data(), sizes.data()};
+    std::vector<uint8_t> inside(static_cast<size_t>((operators + 7) / 8)), outside(inside), side(inside);
+    for (int64_t v = 0; v < operators; ++v)
+      if (const int32_t kind = below(3)) (kind == 1 ? inside : outside)[v >> 3] |= 1 << (v & 7);
+    int64_t value;
+    require(gacc_min_cut(&network, inside.data(), outside.data(), repeat % 2 ? INT64_MAX : below(100), &value,
+                         repeat % 3 ? side.data() : nullptr));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -123,6 +146,7 @@ int main() {
     }
     adam(isa, 4);
   }
+  cuts();
   std::printf("%d Snappy blocks of 4000 were whole\n", records());
   // Several callers at once, as XLA's virtual devices are.
   state = 1;

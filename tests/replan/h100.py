@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 import programs
 from graphacc._compat import jax_ as compat
@@ -87,25 +87,8 @@ def remat_gpt(layers=6, width=128, heads=2, vocabulary=4096, length=128, batch=8
 
 
 def collectives():
-    """Eight devices: gathers, reduce-scatters and all-reduces, asynchronous beside products."""
-    mesh = Mesh(np.array(devices(8)), ("fsdp",), axis_types=(AxisType.Auto,))
-
-    def local(params, x):
-        def loss(full):
-            h = x
-            for w in full:
-                h = h + jnp.tanh(h @ w)
-            return jnp.square(h).mean()
-
-        full = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in params]
-        value, gradients = jax.value_and_grad(loss)(full)
-        shards = [jax.lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True) for g in gradients]
-        return jax.lax.pmean(value, "fsdp"), [w - 0.1 * g for w, g in zip(params, shards)]
-
-    split = NamedSharding(mesh, P("fsdp"))
-    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split) for _ in range(3)]
-    function = jax.shard_map(local, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp")), check_vma=False)
-    return jax.jit(function, donate_argnums=0), (params, jax.ShapeDtypeStruct((2048, 512), jnp.float32, sharding=split))
+    """Gathers, reduce-scatters and all-reduces of eight devices, asynchronous beside products."""
+    return programs.collectives(devices(8), width=512, rows=2048)
 
 
 PROGRAMS = {name: (programs.PROGRAMS[name], FAST) for name in ("training_step", "loops", "branches")}

@@ -81,11 +81,14 @@ def library_calls():
     return jax.jit(function), (normal(1, 48, 48), normal(2, 64, 64), jnp.array([3, 4], jnp.uint32))
 
 
-def collectives():
-    """Eight devices: gathers, reduce-scatters and all-reduces, with donated shards."""
+def collectives(devices=None, width: int = 64, rows: int = 256):
+    """Eight devices: gathers, reduce-scatters and all-reduces, with donated shards of three [width, width] weights, and x [rows, width].
+
+    On `devices` that are not there the arguments are abstract.
+    """
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
 
     def local(params, x):
         def loss(full):
@@ -99,10 +102,15 @@ def collectives():
         shards = [jax.lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True) for g in gradients]
         return jax.lax.pmean(value, "fsdp"), [w - 0.1 * g for w, g in zip(params, shards)]
 
-    split = NamedSharding(mesh, P("fsdp"))
-    params = [jax.device_put(normal(i, 64, 64), split) for i in range(3)]
+    def split(seed: int, *shape: int):
+        sharding = NamedSharding(mesh, P("fsdp"))
+        if devices is not None:
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return jax.device_put(normal(seed, *shape), sharding)
+
+    params = [split(i, width, width) for i in range(3)]
     function = jax.shard_map(local, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp")), check_vma=False)
-    return jax.jit(function, donate_argnums=0), (params, jax.device_put(normal(9, 256, 64), split))
+    return jax.jit(function, donate_argnums=0), (params, split(9, rows, width))
 
 
 def loop_over_devices(inside: bool):

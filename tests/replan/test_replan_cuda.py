@@ -19,18 +19,15 @@ from graphacc._compat import jax_ as compat
 from graphacc.runtime import Program
 from graphacc.runtime import program as program_module
 from graphacc.runtime.replan import gpu, riegeli
-from graphacc.runtime.replan.addressing import find_addresses
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 from graphacc.runtime.replan.liveness import Liveness, members
 from graphacc.runtime.replan.model import Control, Mode
-from graphacc.runtime.replan.ordering import find_orders
 from graphacc.runtime.replan.planner import find_backend, plan_bytes, understand
 from graphacc.runtime.replan.precedence import find_predecessors
-from graphacc.runtime.replan.rewrite import rewrite
 from graphacc.runtime.replan.schema import read_schema
 from graphacc.runtime.replan.solvers import core_solvers
-from graphacc.runtime.replan.verify import verify
+from rewrites import Rewrite
 
 if compat.cuda_library() is None:
     pytest.skip("JAX's CUDA plugin is not installed", allow_module_level=True)
@@ -204,57 +201,9 @@ def test_kernels_wait_for_their_predecessors_first(tmp_path):
 # --- a rewrite that is wrong in one place is always caught ---
 
 
-class Rewrite:
-    """A planned program, in the parts that a test may break."""
-
-    def __init__(self, name: str):
-        self.original, self.planned = read(name), read(name)
-        self.values, identity, _ = understand(self.planned)
-        self.orders = find_orders(self.values, SOLVERS.order, 1.0).orders
-        addresses = find_addresses(self.values, Liveness(self.values, self.orders), SOLVERS.addresses, 1.0)
-        self.offsets = addresses.offsets
-        rewrite(self.planned, self.values, identity, self.orders, addresses, gpu.BACKEND.reorder)
-        self.result = gpu.write(self.planned)
-
-    def reread(self):
-        """The planned program from its bytes: fresh messages, which a test may change."""
-        return gpu.read(schema(), self.result)
-
-    def check(self, changed, orders=None) -> None:
-        """Verify a changed program from its bytes."""
-        broken = gpu.read(schema(), gpu.write(changed))
-        verify(self.original, broken, self.orders if orders is None else orders, gpu.THUNK_SEQUENCES)
-
-    def names(self) -> list[int]:
-        """Thunk index of the planned program -> of the original."""
-        names: list[int] = []
-
-        def visit(sequence):
-            for place in self.orders.get(sequence.index, range(len(sequence.thunks))):
-                names.append(sequence.thunks[place].index)
-                for nested in sequence.thunks[place].nested:
-                    visit(nested)
-
-        visit(self.original.root)
-        return names
-
-    def move(self, moved, offset: int):
-        """The planned program with one value at another offset of a larger arena."""
-        broken, names = self.reread(), self.names()
-        slices = {id(a.slice): a for a in broken.accesses}.values()  # a region's accesses share them with those that wait
-        owners = {id(a.slice): (t, i) for t in reversed(broken.thunks) for i, a in enumerate(t.accesses)}
-        for access in slices:
-            thunk, place = owners[id(access.slice)]
-            was = self.values.executable.thunks[names[thunk.index]].accesses[place]
-            if self.values.of_access.get(was.index) is moved:
-                access.slice.offset += offset - self.offsets[moved.index]
-        broken.temporary.message.size = max(broken.temporary.size, offset + moved.size)
-        return broken
-
-
 @functools.cache
 def right_rewrite(name: str) -> Rewrite:
-    found = Rewrite(name)
+    found = Rewrite(h100.serialized(name), compat.cuda_library())
     found.check(found.reread())
     return found
 
@@ -264,6 +213,20 @@ def planned(request) -> Rewrite:
     return right_rewrite(request.param)
 
 
+def move(planned: Rewrite, moved, offset: int):
+    """The planned program with one value at another offset of a larger arena."""
+    broken, names = planned.reread(), planned.names()
+    slices = {id(a.slice): a for a in broken.accesses}.values()  # a region's accesses share them with those that wait
+    owners = {id(a.slice): (t, i) for t in reversed(broken.thunks) for i, a in enumerate(t.accesses)}
+    for access in slices:
+        thunk, place = owners[id(access.slice)]
+        was = planned.values.executable.thunks[names[thunk.index]].accesses[place]
+        if planned.values.of_access.get(was.index) is moved:
+            access.slice.offset += offset - planned.offsets[moved.index]
+    broken.temporary.message.size = max(broken.temporary.size, offset + moved.size)
+    return broken
+
+
 def test_two_live_values_in_one_place_are_caught(planned):
     occupied = set(Liveness(planned.values, planned.orders).occupied)
     shared = [value for value in planned.values.all if len(value.thunks) > 1]
@@ -271,7 +234,7 @@ def test_two_live_values_in_one_place_are_caught(planned):
     assert pairs
     for moved, onto in random.Random(1).sample(sorted(pairs, key=lambda pair: (pair[0].index, pair[1].index)), min(8, len(pairs))):
         with pytest.raises(VerificationError):
-            planned.check(planned.move(moved, planned.offsets[onto.index]))
+            planned.check(move(planned, moved, planned.offsets[onto.index]))
 
 
 def test_an_illegal_update_in_place_is_caught():
@@ -285,7 +248,7 @@ def test_an_illegal_update_in_place_is_caught():
         for moved, onto in ((a, b) for a in results for b in operands if a is not b):
             if meets_only(planned, liveness, moved, onto, liveness.timeline.middle[thunk.index]):
                 with pytest.raises(VerificationError, match="its buffers overlap otherwise"):
-                    planned.check(planned.move(moved, planned.offsets[onto.index]))
+                    planned.check(move(planned, moved, planned.offsets[onto.index]))
                 num_moved += 1
                 if num_moved == 6:
                     return

@@ -5,67 +5,24 @@ import random
 import pytest
 
 import programs
-from greedy import SOLVERS
 from graphacc._compat import jax_ as compat
 from graphacc.runtime.replan import cpu
-from graphacc.runtime.replan.addressing import find_addresses
-from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.errors import VerificationError
 from graphacc.runtime.replan.liveness import Liveness
-from graphacc.runtime.replan.ordering import find_orders
-from graphacc.runtime.replan.planner import understand
 from graphacc.runtime.replan.precedence import find_predecessors
-from graphacc.runtime.replan.rewrite import rewrite
-from graphacc.runtime.replan.schema import read_schema
-from graphacc.runtime.replan.verify import verify
+from rewrites import Rewrite
 
 NAMES = sorted(programs.PROGRAMS)
 
 
-class Rewrite:
-    """A planned program, in the parts that a test may break."""
-
-    def __init__(self, name: str):
-        self.original = self.read(name)
-        self.planned = self.read(name)
-        self.values, identity, _ = understand(self.planned)
-        self.orders = find_orders(self.values, SOLVERS.order, 1.0).orders
-        addresses = find_addresses(self.values, Liveness(self.values, self.orders), SOLVERS.addresses, 1.0)
-        self.offsets = addresses.offsets
-        rewrite(self.planned, self.values, identity, self.orders, addresses, cpu.reorder)
-        self.result = cpu.write(self.planned)
-
-    @staticmethod
-    def read(name: str):
-        data = open_envelope(programs.serialized(name)).executable
-        return cpu.read(read_schema(compat.xla_library()), data)
-
-    def reread(self):
-        """The planned program from its bytes: fresh messages, which a test may change."""
-        return cpu.read(read_schema(compat.xla_library()), self.result)
-
-    def check(self, changed, orders=None) -> None:
-        """Verify a changed program from its bytes."""
-        broken = cpu.read(read_schema(compat.xla_library()), cpu.write(changed))
-        verify(self.original, broken, self.orders if orders is None else orders, cpu.THUNK_SEQUENCES)
-
-    def names(self) -> list[int]:
-        """Thunk index of the planned program -> of the original."""
-        names: list[int] = []
-
-        def visit(sequence):
-            for place in self.orders.get(sequence.index, range(len(sequence.thunks))):
-                names.append(sequence.thunks[place].index)
-                for nested in sequence.thunks[place].nested:
-                    visit(nested)
-
-        visit(self.original.root)
-        return names
+def right_rewrite(name: str) -> Rewrite:
+    """A program's right plan."""
+    return Rewrite(programs.serialized(name), compat.xla_library())
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def plan(request) -> Rewrite:
-    found = Rewrite(request.param)
+    found = right_rewrite(request.param)
     found.check(found.reread())
     return found
 
@@ -166,7 +123,7 @@ def test_an_undeclared_swap_is_caught(plan):
 
 
 def test_swapped_collectives_are_caught():
-    plan = Rewrite("collectives")
+    plan = right_rewrite("collectives")
     sequence = plan.original.root
     order = plan.orders.get(0, tuple(range(len(sequence.thunks))))
     places = [i for i, place in enumerate(order) if "collective" in sequence.thunks[place].ordered]
@@ -182,7 +139,7 @@ def test_swapped_collectives_are_caught():
 
 @pytest.mark.parametrize("name", ["training_step", "collectives"])
 def test_dropped_and_doubled_thunks_are_caught(name):
-    plan = Rewrite(name)
+    plan = right_rewrite(name)
     for change in (lambda thunks: thunks.pop(1), lambda thunks: thunks.append(thunks[0])):
         broken = plan.reread()
         del broken.root.message.thunk_resources[:]
@@ -192,7 +149,7 @@ def test_dropped_and_doubled_thunks_are_caught(name):
 
 
 def test_resources_that_name_other_thunks_are_caught():
-    plan = Rewrite("collectives")
+    plan = right_rewrite("collectives")
     broken = plan.reread()
     indices = broken.root.message.thunk_resources[0].thunk_indices
     indices[0] = next(i for i in range(len(broken.root.thunks)) if i not in indices)

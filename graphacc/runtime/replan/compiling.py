@@ -20,6 +20,7 @@ So a CPU program whose loops or branches hold collectives keeps the executable t
 
 import contextlib
 import functools
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from graphacc._compat import jax_ as compat
 from graphacc.runtime.compile_cache import CompileCache, PlannedStore
 from graphacc.runtime.replan.api import Candidate, ReplanResult, replan_best
 from graphacc.runtime.replan.figures import FORMAT, MemoryPlan
+
+log = logging.getLogger("graphacc")
 
 CPU_SCHEDULES = ("MEMORY_OPTIMIZED", "DEFAULT")
 SCHEDULER_OPTION = "xla_cpu_scheduler_type"
@@ -83,13 +86,14 @@ def compile_cached(
     lowered: jax.stages.Lowered, compiler_options: CompilerOptions, cache: CompileCache | None
 ) -> tuple[jax.stages.Compiled, bool]:
     """Compile with XLA's plan, or find that in the cache; and whether it was found."""
-    store = PlannedStore(cache, "compiled")
+    store, start = PlannedStore(cache, "compiled"), time.monotonic()
     with compat.persistent_cache(store) if cache is not None else contextlib.nullcontext():
         compiled = lowered.compile(compiler_options=dict(compiler_options))
+    seconds = time.monotonic() - start
     if cache is not None and store.note is None and not _loses_order(compiled):
         serialized = _bytes_of(compiled)
         if serialized is not None:
-            store.keep(compat.cache_entry(serialized, 0.0), "")
+            store.keep(compat.cache_entry(serialized, seconds), "")
     return compiled, store.note is not None
 
 
@@ -117,10 +121,12 @@ def _compile(lowered: jax.stages.Lowered, compiler_options: CompilerOptions, sch
 
 
 def _bytes_of(compiled: jax.stages.Compiled) -> bytes | None:
+    """A compiled function's bytes; None where XLA cannot serialise it. `replan` then tries again, and says why it does not plan."""
     try:
         return None if compat.has_host_callbacks(compiled) else compat.serialize(compiled)
-    except jax.errors.JaxRuntimeError:
-        return None  # `replan` tries it again, and says why it cannot plan
+    except jax.errors.JaxRuntimeError as error:
+        log.info("graphacc: a program is not kept in the compile cache: %s", error)
+        return None
 
 
 def _as_compiled(candidate: Candidate, reason: str) -> ReplanResult:
