@@ -111,14 +111,10 @@ def padded_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ..
 class StepGraph:
     """A functional graph of a training step (or a part of it) and its signature."""
 
-    module: torch.fx.GraphModule
+    graph: torch.fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # target of a BUFFER input -> its fixed value
-
-    @property
-    def graph(self) -> torch.fx.Graph:
-        return self.module.graph
 
     @property
     def placeholders(self) -> list[torch.fx.Node]:

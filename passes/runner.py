@@ -74,7 +74,6 @@ def run_passes(
     for item in passes:
         step, report = _run_one(step, item, item.name in shown)
         reports.append(report)
-    step.module.recompile()
     return step, reports
 
 

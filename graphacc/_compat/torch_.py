@@ -61,15 +61,17 @@ def trace_functional(function, args, table):
     """Trace ``function(*args)`` on fake tensors into a GraphModule of functional operators.
 
     Mutations and views are removed (AOTAutograd's functional tensors), autograd runs inside the trace, and `table`
-    (operator -> decomposition) is applied to forward and backward alike.
+    (operator -> decomposition) is applied to forward and backward alike. The module's Python code is made only where it is
+    asked for; nobody here does.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
     functional = dispatch_functionalize(function, FunctionalTensorMode())
-    with preserve_node_meta(), enable_python_dispatcher():
+    with preserve_node_meta(), enable_python_dispatcher(), _use_lazy_graph_module(True):
         return make_fx(functional, decomposition_table=table, tracing_mode="real")(*args)
 
 

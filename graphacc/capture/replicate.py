@@ -8,7 +8,7 @@ depth.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from torch import fx, nn
+from torch import fx
 
 from graphacc.graph import Input, Kind, Output, StepGraph
 
@@ -54,9 +54,7 @@ def replicated(step: StepGraph, representatives: Mapping[str, str]) -> StepGraph
                 outputs.append(dataclasses.replace(item, target=name + item.target.removeprefix(representative)))
                 results.append(copies[name if owners[node] else "", node])
     graph.output(tuple(results))
-    result = StepGraph(
-        module=fx.GraphModule(nn.Module(), graph), inputs=tuple(inputs), outputs=tuple(outputs), constants=step.constants
-    )
+    result = StepGraph(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=step.constants)
     result.verify()
     return result
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from torch import fx, nn
+from torch import fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, StepGraph
@@ -57,7 +57,7 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
     graph.output(tuple(node for _, node in made))
     graph.eliminate_dead_code()
     step = StepGraph(
-        module=fx.GraphModule(nn.Module(), graph),
+        graph=graph,
         inputs=tuple(inputs),
         outputs=tuple(out for out, _ in made),
         constants=first.constants | second.constants,

@@ -119,7 +119,7 @@ def _signed(
     graph.eliminate_dead_code()
     _check_random(graph)
     step = StepGraph(
-        module=fx.GraphModule(torch.nn.Module(), graph),
+        graph=graph,
         inputs=tuple(inputs),
         outputs=tuple(_output(node, kind, target) for node, (kind, target) in changed),
         constants=constants,

@@ -118,7 +118,6 @@ def _without_unused_key(step: StepGraph) -> StepGraph:
     if not node.users:
         step.graph.erase_node(node)
         step.inputs = step.inputs[:index] + step.inputs[index + 1 :]
-        step.module.recompile()
     return step
 
 

@@ -127,7 +127,7 @@ def accumulating(joint: Step) -> Step:
     """The same step with every gradient added to an input of kind GRAD, which the sum replaces."""
     if isinstance(joint, HloStep):
         return hlo.accumulating(joint)
-    step = StepGraph(copy.deepcopy(joint.module), joint.inputs, joint.outputs, joint.constants)
+    step = StepGraph(copy.deepcopy(joint.graph), joint.inputs, joint.outputs, joint.constants)
     graph, results, inputs = step.graph, list(step.results), list(step.inputs)
     last = step.placeholders[-1]
     for position in step.output_indices(Kind.GRAD):
@@ -141,7 +141,6 @@ def accumulating(joint: Step) -> Step:
         inputs.append(Input(name=last.name, kind=Kind.GRAD, target=out.target, shape=out.shape, dtype=out.dtype, shards=out.shards))
     graph.output_node().args = (tuple(results),)
     step.inputs = tuple(inputs)
-    step.module.recompile()
     step.verify()
     return step
 
@@ -196,7 +195,6 @@ def _without_outputs(step: Step, kind: Kind) -> Step:
     step.graph.output_node().args = (tuple(results[i] for i in kept),)
     step.outputs = tuple(step.outputs[i] for i in kept)
     step.graph.eliminate_dead_code()
-    step.module.recompile()
     return step
 
 

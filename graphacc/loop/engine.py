@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from graphacc.capture import FX, hyperparameters, init_optimizer_state
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
-from graphacc.loop import build
+from graphacc.loop import build, collector
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
 from graphacc.loop.losses import LossWatch
@@ -400,7 +400,7 @@ class Engine:
         return build.GradientCode(tape=tape, names=names, max_norm=self.options.max_grad_norm, results=results)
 
     def _capture(self, build_graph: Callable[..., build.Step], *args) -> build.Step:
-        with self.direct_calls():
+        with self.direct_calls(), collector.paused():
             return build_graph(self.fallback.backend, self.model, *args)
 
     def _program(self, kind: str, aspects: dict[str, object], capture: Callable[[], build.Step]) -> Compiled:

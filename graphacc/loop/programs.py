@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.hlo import HloStep
+from graphacc.loop import collector
 from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
 from graphacc.passes.experts import check_pins, find_experts
@@ -108,7 +109,8 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
-            self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
+            with collector.paused():
+                self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
         if key in self._labels:

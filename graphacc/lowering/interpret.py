@@ -78,28 +78,28 @@ def lower(step: StepGraph) -> Callable[..., tuple[jax.Array, ...]]:
             lowered node whose shape or dtype is not that of its fake value.
     """
     check(step)
-    module, names = step.module, [item.name for item in step.inputs]
+    graph, names = step.graph, [item.name for item in step.inputs]
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         if len(arrays) != len(names):
             raise LoweringError(f"the graph takes {len(names)} inputs ({', '.join(names)}), got {len(arrays)}")
         with x64():
-            return tuple(run_graph(module, arrays))
+            return tuple(run_graph(graph, arrays))
 
     return run
 
 
-def run_graph(module: torch.fx.GraphModule, arrays: Sequence[jax.Array]) -> object:
+def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
     """Run the rules of a graph's nodes on arrays for its placeholders; the result has the structure of its output."""
-    last_use = _last_uses(module.graph)
+    last_use = _last_uses(graph)
     inputs = iter(arrays)
     env: dict[torch.fx.Node, object] = {}
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(inputs)
             _check_value(node, node.meta.get("val"), env[node])
         elif node.op == "get_attr":
-            env[node] = jnp.asarray(from_torch(getattr(module, node.target)))
+            env[node] = jnp.asarray(from_torch(getattr(graph.owning_module, node.target)))
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:

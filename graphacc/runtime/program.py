@@ -31,6 +31,13 @@ MANUAL_AXES = ("dp", "fsdp", "tp", "cp", "ep")
 
 MEMORY_PLANNERS = ("roam", "xla")
 """Who lays out a program's temporaries: XLA, and then the planner of `graphacc.passes.memory`; or XLA alone."""
+FAST_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_experimental_ynn_fusion_type": "",
+}
+"""XLA options of `fast_compile` on CPU: see `default_options`."""
 DEFAULT_PLAN_SECONDS = 3.0
 CUDA_OPT_IN = "planned CUDA programs are proved, but none has run on a GPU yet; GRAPHACC_PLAN_CUDA=1 asks for them"
 
@@ -109,7 +116,7 @@ class Program:
             step: local along the mesh axes dp and fsdp, global along the others.
             mesh: its axes have the sizes that the graph's shards name.
             compiler_options: XLA options by name, over the defaults of the platform (see `default_options`).
-            fast_compile: compile in about 60 % of the time; steps take up to 1.8 times as long.
+            fast_compile: XLA takes a quarter of the time; steps take up to 1.8 times as long.
             cache_dir: directory of the persistent compile cache; "default" is the user's cache directory, None uses none.
             name: of the program, in profiles and dumps.
             memory_plan: "roam" plans the temporaries again after XLA, on CPU: order of operations and addresses, with the same
@@ -225,16 +232,21 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
       an update runs as soon as its gradient is there: temporaries 29.7 -> 17.0 MB and 0.79 of the time (GPT-2, 4 layers of 256, dp=8).
       Between processes a collective costs a message, however small it is, and the combining stays; so it does for `spmd`, programs whose
       collectives are XLA's own, which reduces some gradients in several parts.
-    - `fast_compile` sets optimisation level 0: 1.2 instead of 2.2 s of CPU time (GPT-2 of the tests on fsdp=8, 4,400 HLO
-      instructions), 2.1 instead of 3.5 s (Qwen3-MoE on one device); steps take 1.6 to 1.8 times as long, results within 1e-5.
+    - `fast_compile` is optimisation level 0, XLA's older emitters of fused loops, one LLVM module, no fusions of YNNPACK: 0.9 instead
+      of 3.5 s of CPU time (GPT-2 of the tests on fsdp=8, 4,400 HLO instructions), 0.9 instead of 5.2 s (Qwen3-MoE on one device);
+      level 0 alone takes 1.8 and 2.5 s. Steps take 1.06 and 1.73 times as long, results within 1e-5.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return {}
     options: dict[str, str | bool | int] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    without = []
     if len(processes_of(mesh.devices.flat)) == 1 and not spmd:
-        options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
+        without.append("cpu-all-reduce-combiner")
     if fast_compile:
-        options["xla_backend_optimization_level"] = 0
+        options |= FAST_COMPILE
+        without.append("small-while-loop-hoisting")  # without the emitters it makes kernels of loops, of which no plan can be proved
+    if without:
+        options["xla_disable_hlo_passes"] = ",".join(without)
     return options
 
 

@@ -130,8 +130,7 @@ class Partitioner:
         outputs = self._place_outputs()
         inputs = tuple(self._signature(item, self.home[node]) for node, item in zip(self.step.placeholders, self.step.inputs))
         self.build.graph.lint()
-        module = torch.fx.GraphModule(torch.nn.Module(), self.build.graph)
-        return StepGraph(module, inputs, outputs, self.step.constants), self.build.report
+        return StepGraph(self.build.graph, inputs, outputs, self.step.constants), self.build.report
 
     # Inputs and outputs
 

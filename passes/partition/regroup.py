@@ -33,7 +33,6 @@ def regroup_sums(step: StepGraph, log: Log) -> StepGraph:
         graph.erase_node(last)
         log.rewrote(1)
     graph.eliminate_dead_code()
-    step.module.recompile()
     return step
 
 

@@ -237,7 +237,7 @@ class _Writer:
     def finish(self) -> StepGraph:
         self.graph.output(tuple(node for _, node in self.outputs))
         step = StepGraph(
-            module=torch.fx.GraphModule(torch.nn.Module(), self.graph),
+            graph=self.graph,
             inputs=tuple(self.inputs),
             outputs=tuple(out for out, _ in self.outputs),
             constants={

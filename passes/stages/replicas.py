@@ -155,4 +155,3 @@ class _Writer:
         graph.output_node().args = (tuple(self.results),)
         graph.eliminate_dead_code()
         self.step.inputs, self.step.outputs = tuple(self.inputs), tuple(self.outputs)
-        self.step.module.recompile()

@@ -60,7 +60,7 @@ def key(counter: int = 0) -> Values:
 def run(step: StepGraph, values: Values) -> Values:
     """Execute the graph; returns its outputs by kind and target."""
     with torch.no_grad():
-        results = fx.Interpreter(step.module).run(*[values[item.kind, item.target] for item in step.inputs])
+        results = fx.Interpreter(torch.nn.Module(), graph=step.graph).run(*[values[item.kind, item.target] for item in step.inputs])
     return {(item.kind, item.target): value for item, value in zip(step.outputs, results)}
 
 

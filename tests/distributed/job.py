@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-import time
+from collections.abc import Iterator
 
 import torch
 
@@ -78,20 +78,30 @@ def losses_of_parts(*strategies: str) -> dict:
     return found
 
 
+def small_steps() -> Iterator[int]:
+    """Train a layer whose weight the processes share; the number of every step that has ended."""
+    torch.manual_seed(0)
+    net = graphacc.compile(torch.nn.Linear(16, 16), strategy="fsdp=8", cache_dir=None, fast_compile=True, memory_plan="xla")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(100_000):
+        loss = net(torch.ones(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        yield number
+
+
 def endless(directory: str) -> None:
     """Train until the end of the world, or of another process; a file per process says that it has begun."""
-    net, optimizer = compiled("fsdp=8")
-    for number in range(100_000):
-        step(net, optimizer, number).item()
+    for number in small_steps():
         if number == 1:
             open(os.path.join(directory, f"{graphacc.distributed.process_index()}"), "w").close()
 
 
 def failing() -> None:
     """Process 1 has an error that nobody catches; process 0 goes on."""
-    net, optimizer = compiled("fsdp=8")
-    for number in range(100_000):
-        step(net, optimizer, number).item()
+    for number in small_steps():
         if number == 1 and graphacc.distributed.process_index() == 1:
             raise RuntimeError("the data of this process are broken")
 

@@ -1,10 +1,10 @@
 """A sample of torch's own operator database, recorded by lazy tensors as one program, against eager torch."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
+from operator_database import op_db
 from test_lazy_capture import run
 from tolerances import assert_close
 from torch.utils import _pytree as pytree
@@ -12,10 +12,6 @@ from torch.utils import _pytree as pytree
 from graphacc.capture import Batch, capture_forward
 from graphacc.capture.lazy import LAZY
 from graphacc.errors import CaptureError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's testing module warns where hypothesis is not installed
-    from torch.testing._internal.common_methods_invocations import op_db
 
 pytestmark = [pytest.mark.lazy, pytest.mark.filterwarnings("ignore")]  # torch's and numpy's, about the samples themselves
 

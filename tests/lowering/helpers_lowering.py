@@ -13,8 +13,7 @@ from graphacc._compat.jax_ import x64
 from graphacc._compat.torch_ import fake_mode, trace_functional
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.lowering.dtypes import from_torch, to_torch
-
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
+from graphacc.runtime.program import FAST_COMPILE
 
 
 def step_graph(function, *tensors, inside_mode=False) -> StepGraph:
@@ -39,7 +38,7 @@ def step_graph(function, *tensors, inside_mode=False) -> StepGraph:
     ]
     values = [node.meta["val"] for node in module.graph.output_node().args[0]]
     outputs = [Output(kind=Kind.USER, target=str(i), shape=tuple(x.shape), dtype=x.dtype) for i, x in enumerate(values)]
-    return StepGraph(module, tuple(inputs), tuple(outputs))
+    return StepGraph(module.graph, tuple(inputs), tuple(outputs))
 
 
 def to_array(x: torch.Tensor):

@@ -7,16 +7,13 @@ import warnings
 import pytest
 import torch
 from helpers_lowering import check_lowering, run_lowered, step_graph
+from operator_database import op_db
 from torch.utils import _pytree as pytree
 
 import graphacc.lowering
 from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
 from graphacc.errors import LoweringError
 from graphacc.lowering import registry
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's testing module warns where hypothesis is not installed
-    from torch.testing._internal.common_methods_invocations import op_db
 
 SAMPLES = 3
 FLOOR_OP_DB = 0.85

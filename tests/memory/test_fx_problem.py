@@ -46,7 +46,7 @@ class _Builder:
         outputs = tuple(
             Output(kind=kinds.get(name, Kind.USER), target=name, shape=(8,), dtype=torch.float32) for name in results
         )
-        return StepGraph(module=torch.fx.GraphModule(nn.Module(), self.graph), inputs=inputs, outputs=outputs)
+        return StepGraph(graph=self.graph, inputs=inputs, outputs=outputs)
 
 
 def _by_name(problem):

@@ -5,7 +5,6 @@ import operator
 import pytest
 import torch
 import torch.fx
-from torch import nn
 
 from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.strategy.memory import predict_memory
@@ -31,7 +30,7 @@ def step(compute) -> StepGraph:
     graph.output(tuple(call(aten.sum.default, value) for value in compute(call, x, y)))
     inputs = tuple(Input(name=n, kind=Kind.BATCH, target=n, shape=(SIZE,), dtype=torch.float32) for n in "xy")
     outputs = tuple(Output(kind=Kind.USER, target=n, shape=(), dtype=torch.float32) for n in "ab")
-    return StepGraph(module=torch.fx.GraphModule(nn.Module(), graph), inputs=inputs, outputs=outputs)
+    return StepGraph(graph=graph, inputs=inputs, outputs=outputs)
 
 
 def twice(call, value, y):

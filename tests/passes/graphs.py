@@ -30,6 +30,6 @@ def trace(
         Output(kind=kind, target=target, shape=tuple(x.shape), dtype=x.dtype)
         for (kind, target), x in zip(outputs, values, strict=True)
     )
-    step = StepGraph(module, signature, results)
+    step = StepGraph(module.graph, signature, results)
     step.verify()
     return step

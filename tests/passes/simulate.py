@@ -16,7 +16,7 @@ collective, mesh_ops = torch.ops._c10d_functional, torch.ops.graphacc
 def run_global(step: StepGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The unpartitioned graph on one device."""
     with torch.no_grad():
-        return list(torch.fx.Interpreter(step.module).run(*inputs))
+        return list(torch.fx.Interpreter(torch.nn.Module(), graph=step.graph).run(*inputs))
 
 
 def simulate(step: StepGraph, mesh: dict[str, int], inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -135,6 +135,7 @@ def squares_of(step: StepGraph) -> list:
 PROGRAMS = [(name, "fsdp=4,tp=2") for name in LAYERS] + [("gpt2", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, strategy", PROGRAMS)
 def test_programs_run_the_kernel_in_every_layer(name, strategy):
     """Parity over five AdamW steps;
@@ -170,6 +171,7 @@ def _kernels(model: nn.Module, target: str) -> list[str]:
     return [line for line in lines if f'custom_call_target="{target}"' in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, strategy", [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")])
 def test_bf16(name, strategy):
     """Products and attention in bf16, parameters in fp32: losses within the resolution of bf16."""
@@ -185,6 +187,7 @@ def test_bf16(name, strategy):
         assert len(calls) == LAYERS[name] and all("(bf16[" in call.split("custom-call(")[0] for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_against_float64(name):
     model, _ = zoo.MODELS[name]()

@@ -24,8 +24,7 @@ def make_step(function, inputs: list[Input], outputs: list[Output]) -> StepGraph
     result = module.graph.output_node()
     if not isinstance(result.args[0], (tuple, list)):
         result.args = ((result.args[0],),)
-        module.recompile()
-    step = StepGraph(module, tuple(inputs), tuple(outputs))
+    step = StepGraph(module.graph, tuple(inputs), tuple(outputs))
     step.verify()
     return step
 

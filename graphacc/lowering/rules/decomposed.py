@@ -78,7 +78,7 @@ DECOMPOSED = (
 
 
 @functools.lru_cache(maxsize=512)
-def _trace(overload: torch._ops.OpOverload, tensors: tuple, static: tuple, structure: pytree.TreeSpec) -> torch.fx.GraphModule:
+def _trace(overload: torch._ops.OpOverload, tensors: tuple, static: tuple, structure: pytree.TreeSpec) -> torch.fx.Graph:
     """The operators of a decomposition. `tensors` holds (position, shape, dtype), `static` (position, type, value)."""
     with fake_mode():
         fakes = [torch.empty(shape, dtype=dtype) for _, shape, dtype in tensors]
@@ -88,9 +88,9 @@ def _trace(overload: torch._ops.OpOverload, tensors: tuple, static: tuple, struc
         args, kwargs = pytree.tree_unflatten([flat[i] for i in range(len(flat))], structure)
         return decomposition(overload)(*args, **kwargs)
 
-    module = trace_functional(call, fakes, {})
-    check_rules(module.graph)
-    return module
+    graph = trace_functional(call, fakes, {}).graph
+    check_rules(graph)
+    return graph
 
 
 def run_decomposed(overload: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
