@@ -56,7 +56,7 @@ def compile_step(strategy: str, schedules: Sequence[str] = CPU_SCHEDULES, **opti
         patch.setattr(Program, "build", capture)
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    build = functools.partial(Program.build, *found.value.args, cache_dir=None, memory_plan="xla", fast_compile=True)
+    build = functools.partial(Program.build, *found.value.args, cache_dir=None, memory_plan="xla")
     chosen = {schedule: {SCHEDULER_OPTION: SCHEDULE_PREFIX + schedule, **options} for schedule in schedules}
     return {schedule: compat.serialize(build(compiler_options=chosen[schedule])._executable) for schedule in schedules}
 
