@@ -15,8 +15,8 @@ from tolerances import assert_close
 from graphacc.errors import GraphAccError, GraphError
 from graphacc.graph import Kind
 from graphacc.runtime import Program, default_options, make_mesh, select_devices, to_device, to_torch
-from graphacc.runtime.program import FAST_COMPILE
 from graphacc.runtime.compile_cache import CompileCache
+from graphacc.runtime.program import FAST_COMPILE
 from graphacc.strategy import Strategy
 
 MESHES = [{}, {"dp": 8}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}]
