@@ -147,6 +147,23 @@ def test_a_large_trace_is_lowered_by_reordering_and_then_by_repair():
     assert packing.height(repaired) <= target
 
 
+def test_many_small_items_do_not_keep_the_large_ones_high():
+    """The temporaries of a Qwen3-MoE's training step in a planned order: a quarter of the items has less than 0.01 % of the bytes each."""
+    p = read_problem(pathlib.Path(__file__).with_name("qwen3_moe_step.csv"))
+    plan = solve_addresses(p, seconds=2, threads=1)
+    assert plan.lower_bound == 123_664_448
+    assert plan.gap <= 0.001
+
+
+def test_the_smallest_items_are_those_that_are_nowhere_more_than_a_load():
+    p = pack(problem((0, 4, 100), (0, 2, 1), (2, 4, 1), (0, 4, 2), (1, 3, 30)))
+    assert [p.smallest(load).nonzero()[0].tolist() for load in (0, 1, 2, 3, 32, 33, 200)] == [
+        [], [1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3, 4], [0, 1, 2, 3, 4],
+    ]  # fmt: skip
+    fixed = dataclasses.replace(p, fixed=np.array([-1, 0, -1, -1, -1]))
+    assert fixed.smallest(3).nonzero()[0].tolist() == [2, 3]
+
+
 def test_repair_lowers_a_bad_packing_to_the_optimum():
     """The offsets to begin with stack all buffers on top of each other."""
     packing = pack(cut_problem(random.Random(2), num_buffers=12))

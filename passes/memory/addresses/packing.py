@@ -65,6 +65,16 @@ class Packing:
                 np.maximum(largest[first:last], value, out=largest[first:last])
         return largest
 
+    def smallest(self, load: int) -> np.ndarray:
+        """bool[n]: the items of the smallest sizes, as many sizes as have a load of at most `load` units everywhere; no fixed ones."""
+        is_small = np.zeros(len(self), bool)
+        for size in np.unique(self.size):
+            wider = (self.size <= size) & (self.fixed < 0)
+            if self.select(np.flatnonzero(wider)).load.max(initial=0) > load:
+                break
+            is_small = wider
+        return is_small
+
     def parts(self) -> list[np.ndarray]:
         """The items of each part of the problem that no item connects in time with another part."""
         crossings = np.zeros(self.num_sections + 1, np.int64)

@@ -15,6 +15,7 @@ from graphacc.passes.memory.validate import check_address_plan, check_problem
 MAX_SEARCHED = 2_000  # items of a part that is searched as a whole; larger ones are repaired
 SLICE = 0.25  # of the remaining time, for one target height
 MIN_SLICE_SECONDS = 0.1
+SMALL_SHARES = (0.001, 0.004, 0.016)  # of the bound: small items that live together have at most so much
 
 
 def solve_addresses(problem: AddressProblem, *, seconds: float, threads: int = 2) -> AddressPlan:
@@ -79,9 +80,17 @@ class _Solver:
         return self._reach(capacity, self.deadline)
 
     def minimise(self) -> None:
-        """Decide targets between the bound and the height: the bound first, then by halving what is undecided."""
+        """Decide targets between the bound and the height: the bound first, then by halving what is undecided.
+
+        Between the two the large items are packed without the small ones: these are many where little is to be gained, and a
+        search that has gone wrong with the large ones tries all their places before it comes back.
+        """
+        if self.height > self.bound:
+            self._reach(self.bound, self._slice_end(self.bound))
+        for share in SMALL_SHARES:
+            self._lower_by_large(share)
         undecided_above = self.bound
-        target = self.bound
+        target = (self.bound + self.height) // 2
         while self.height > self.bound and time.monotonic() < self.deadline:
             outcome = self._reach(target, self._slice_end(target))
             if outcome is Outcome.STOPPED:
@@ -91,6 +100,25 @@ class _Solver:
             target = middle if self.height - undecided_above > self.packing.unit else self.bound
             if target == self.bound:
                 undecided_above = self.bound
+
+    def _lower_by_large(self, share: float) -> None:
+        """Bring the large items of every part that is too high down to the bound alone, and lay the small ones on top."""
+        small_load = int(share * self.bound) // self.packing.unit
+        for i, part in enumerate(self.parts):
+            if part.height(self.offsets[i]) <= self.bound:
+                continue
+            is_small = part.smallest(small_load)
+            large, small = np.flatnonzero(~is_small), np.flatnonzero(is_small)
+            if not 0 < len(small) < len(part) or len(large) > MAX_SEARCHED:
+                continue
+            packing = part.select(large)
+            self.num_attempts += 1
+            deadline = self._slice_end(self.bound)
+            found = portfolio.decide(packing, packing.bound, deadline=deadline, threads=self.threads, seed=self.num_attempts)
+            if found.outcome is Outcome.FOUND:
+                small = small[np.argsort(-part.size[small], kind="stable")]
+                order = np.concatenate([large[np.argsort(found.offsets, kind="stable")], small])
+                self.offsets[i] = min(self.offsets[i], native.settle(part, order), key=part.height)
 
     def _slice_end(self, target: int) -> float:
         """Until when to try a target. Repair keeps what it gains on the way, so it gets all the time."""
