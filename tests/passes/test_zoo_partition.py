@@ -48,6 +48,15 @@ def test_zero_2_with_replicas(name):
         assert dp.size_bytes("all_reduce") <= _param_bytes(name, trained=True) / 2 * 1.05 + 64  # gradients are reduced as shards
 
 
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_zero_2_is_zero_1_where_a_step_is_one_microbatch(name):
+    """Gradients never leave the step, so tests/api/test_parity.py trains under one of the two."""
+    case = _case(name)[0]
+    first, second = (partitioned(case.step, f"fsdp=8,zero={stage}")[0] for stage in (1, 2))
+    assert str(first.graph) == str(second.graph)
+    assert (first.inputs, first.outputs) == (second.inputs, second.outputs)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 @pytest.mark.parametrize("strategy", ["dp=2", "fsdp=2,zero=1", "fsdp=8,zero=3"])
 def test_other_strategies(name, strategy):
