@@ -1,6 +1,6 @@
 """Random programs through compile, plan and run: the same bits on every device. `random_programs` says what they are made of.
 
-A long run: ``python tests/replan/test_replan_random.py COUNT [FIRST_SEED]``.
+A long run: ``XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/replan/test_replan_random.py COUNT [FIRST_SEED]``.
 """
 
 import sys
