@@ -1,11 +1,12 @@
 """Context parallelism, by all-to-all of heads (Ulysses) and around the ring: parity, communication, errors."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import zoo
-from training import assert_parity, batches_of, check_parity, compiled, train
+from training import assert_parity, batches_of, captured_once, check_parity, compiled, train
 
 import graphacc
 from graphacc.errors import StrategyError
@@ -15,11 +16,17 @@ TOKENS = 8 * zoo.SEQ
 HEADS = TOKENS * zoo.HIDDEN * 4 // 2  # bytes of a rank's part of [B, H, T, D] in fp32, cp=2
 
 
+@pytest.fixture(scope="module")
+def trained():
+    """A zoo model after its parity was checked under a strategy; tests only look at it."""
+    return functools.cache(check_parity)
+
+
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "t5"])
-def test_training_equals_plain_pytorch(name, context):
+def test_training_equals_plain_pytorch(trained, name, context):
     """Every attention goes its way: T5's with its learned bias, and across encoder and decoder, also goes around the ring."""
-    model = check_parity(name, f"cp=2,context={context}")
+    model = trained(name, f"cp=2,context={context}")
     taken = {"ulysses": "all-to-all", "ring": "collective-permute"}
     assert [kind for kind in taken.values() if communication(model).select(kind, "cp").count] == [taken[context]]
 
@@ -36,9 +43,9 @@ def test_bidirectional_attention_with_padding_goes_around_the_ring():
     assert communication(model).select("collective-permute", "cp").count > 0
 
 
-def test_ulysses_exchanges_four_times_per_layer_and_direction():
+def test_ulysses_exchanges_four_times_per_layer_and_direction(trained):
     """Jacobs et al., section 3: query, key, value and output; nothing of the activations' size is gathered or summed."""
-    model = check_parity("gpt2", "cp=2")
+    model = trained("gpt2", "cp=2,context=ulysses")
     exchanged = [size for item in communication(model).select("all-to-all", "cp").collectives for size in item.tensor_bytes]
     assert exchanged == [HEADS] * 8 * zoo.LAYERS
     weights = max(parameter.numel() for parameter in model.parameters()) * 4
@@ -46,14 +53,14 @@ def test_ulysses_exchanges_four_times_per_layer_and_direction():
     assert all(size <= weights for item in communication(model).select("all-reduce").collectives for size in item.tensor_bytes)
 
 
-def test_the_ring_sends_only_to_neighbours():
+def test_the_ring_sends_only_to_neighbours(trained):
     """Liu et al., section 3: keys and values travel n - 1 times, and their gradients n times.
 
     Dealing out or collecting a tensor sends half of it (of two ranks, each keeps its first chunk): query, key, value and output
     forward; the output and its gradient, and the gradients of query, key and value backward. What the forward dealt and turned,
     XLA keeps for the backward; the log-sum-exps of the blocks stay where they are.
     """
-    model = check_parity("gpt2", "cp=2,context=ring")
+    model = trained("gpt2", "cp=2,context=ring")
     found = communication(model)
     assert found.select("all-to-all").count == 0
     assert all(size <= TOKENS * 8 for item in found.select("all-gather").collectives for size in item.tensor_bytes)
@@ -69,8 +76,11 @@ def test_dropout_in_attention(context):
     torch.manual_seed(0)
     model = zoo.transformers.GPT2LMHeadModel(config).train()
     other, batches = copy.deepcopy(model), batches_of("gpt2", 3)
-    expected = train(compiled(model, None, seed=7), batches)
-    assert train(compiled(other, f"cp=4,context={context}", seed=7), batches) == pytest.approx(expected, abs=2e-5)
+    runs = []
+    for net, strategy in ((model, None), (other, f"cp=4,context={context}")):
+        with captured_once("context dropout"):
+            runs.append(train(compiled(net, strategy, seed=7), batches))
+    assert runs[1] == pytest.approx(runs[0], abs=2e-5)
 
 
 def test_a_window_takes_the_exchange_of_heads(caplog):
