@@ -1,6 +1,7 @@
 """Trace a function to a StepGraph, lower it, and run it beside eager torch."""
 
 import contextlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -66,10 +67,24 @@ def check_lowering(function, *tensors, step=None, jit=True, tolerance=None, resu
 
     `results` maps both lists of results before they are compared.
     """
-    expected = [x for x in pytree.tree_leaves(function(*(x.clone() for x in tensors))) if isinstance(x, torch.Tensor)]
     got = run_lowered(step or step_graph(function, *tensors), *tensors, jit=jit)
+    _compare(got, function, tensors, tolerance=tolerance, results=results)
+
+
+def check_lowered_together(samples: list[tuple[Callable, list[torch.Tensor], StepGraph]], *, results: Callable):
+    """`check_lowering` of several (function, tensors, step), compiled as one program."""
+    with x64():
+        lowered = [graphacc.lowering.lower(step) for _, _, step in samples]
+        together = jax.jit(lambda *inputs: [f(*x) for f, x in zip(lowered, inputs)], compiler_options=FAST_COMPILE)
+        outputs = together(*([to_array(x) for x in tensors] for _, tensors, _ in samples))
+        for number, ((function, tensors, _), got) in enumerate(zip(samples, outputs)):
+            _compare([to_tensor(x) for x in got], function, tensors, results=results, what=f"sample {number}, ")
+
+
+def _compare(got, function, tensors, *, tolerance=None, results=None, what="") -> None:
+    expected = [x for x in pytree.tree_leaves(function(*(x.clone() for x in tensors))) if isinstance(x, torch.Tensor)]
     if results is not None:
         expected, got = results(expected), results(got)
     assert len(got) == len(expected)
     for i, (mine, theirs) in enumerate(zip(got, expected)):
-        assert_close(mine, theirs.detach().resolve_conj().resolve_neg(), tolerance=tolerance, what=f"result {i}")
+        assert_close(mine, theirs.detach().resolve_conj().resolve_neg(), tolerance=tolerance, what=f"{what}result {i}")
