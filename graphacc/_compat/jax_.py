@@ -285,24 +285,33 @@ _cache_lock = threading.RLock()
 
 @contextlib.contextmanager
 def persistent_cache(store):
-    """Compile with `store` (``get(key) -> bytes | None``, ``put(key, bytes)``) as JAX's persistent compilation cache.
+    """Compile with `store` as JAX's persistent compilation cache.
+
+    ``store.get(key) -> bytes | None`` gives a `cache_entry`. ``store.missed()`` is called where a program had to be compiled, also
+    because its entry could not be loaded; JAX's own writing, which would serialise and compress the program, is left out.
 
     JAX's own cache, if the user has set one, stands aside meanwhile and is as before afterwards. What other threads
-    compile in between goes to `store` too.
+    compile in between asks `store` too.
     """
     from jax._src import compilation_cache as cache
-    from jax._src import config
+    from jax._src import compiler
 
-    names = ("_cache", "_cache_initialized", "_cache_checked", "_cache_used")
+    settings = {
+        (cache, "_cache"): store,
+        (cache, "_cache_initialized"): True,
+        (cache, "_cache_checked"): False,
+        (cache, "_cache_used"): False,
+        (compiler, "_cache_write"): lambda *arguments: store.missed(),
+    }
     with _cache_lock:
-        before = {name: getattr(cache, name) for name in names}
-        cache._cache, cache._cache_initialized, cache._cache_checked, cache._cache_used = store, True, False, False
+        before = {place: getattr(*place) for place in settings}
         try:
-            with config.persistent_cache_min_compile_time_secs(0.0), config.persistent_cache_min_entry_size_bytes(-1):
-                yield
+            for place, value in settings.items():
+                setattr(*place, value)
+            yield
         finally:
-            for name, value in before.items():
-                setattr(cache, name, value)
+            for place, value in before.items():
+                setattr(*place, value)
 
 
 # --- captured HLO (graphacc/capture/lazy) --------------------------------------------------------------------------------

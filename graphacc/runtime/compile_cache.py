@@ -32,12 +32,11 @@ def default_directory() -> pathlib.Path:
 
 
 class CompileCache:
-    """The store of one compilation: what JAX's persistent cache reads from and writes to."""
+    """A directory of entries, by key."""
 
     def __init__(self, directory: str | os.PathLike, *, limit_bytes: int = DEFAULT_LIMIT_BYTES):
-        self._path = pathlib.Path(directory)  # JAX's log messages read this name
+        self._path = pathlib.Path(directory)
         self.limit_bytes = limit_bytes
-        self.hit = False  # the executable came from the directory
 
     def get(self, key: str) -> bytes | None:
         entry = self._entry(key)
@@ -52,13 +51,10 @@ class CompileCache:
         if value is None:
             log.warning("graphacc: compile cache entry %s is damaged; compiling again", entry)
             return None
-        self.hit = True
         _touch(entry)
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Called when the program had to be compiled, also where an entry was found but could not be loaded."""
-        self.hit = False
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             _write(self._entry(key), _pack(value))
@@ -73,8 +69,8 @@ class CompileCache:
 class PlannedStore:
     """The store of one compilation whose result is looked at, and mostly planned, before it is kept.
 
-    JAX reads programs from it. What JAX writes is dropped; `keep` writes what is to be loaded next time. It does so in every
-    process of a run, whose directories may be their own: JAX itself writes in process 0 alone.
+    JAX reads programs from it; `keep` writes what is to be loaded next time. It does so in every process of a run, whose
+    directories may be their own: JAX itself would write in process 0 alone.
     """
 
     def __init__(self, cache: CompileCache | None, variant: str):
@@ -98,8 +94,8 @@ class PlannedStore:
         self.note = note.decode()
         return entry
 
-    def put(self, key: str, value: bytes) -> None:
-        """Called when the program had to be compiled, also where an entry was found but could not be loaded."""
+    def missed(self) -> None:
+        """The program had to be compiled, also where an entry was found but could not be loaded."""
         self.note = None
 
     def keep(self, entry: bytes, note: str) -> None:
