@@ -52,12 +52,20 @@ def step(net, optimizer, number: int, part: slice = slice(None)) -> torch.Tensor
     return loss
 
 
-def losses(*strategies: str, layers: int = 2) -> dict:
+def five_losses(net, optimizer) -> list[float]:
+    """Of the first five steps with `losses`' model."""
+    from training import captured_once  # imports transformers
+
+    with captured_once("losses"):
+        return [step(net, optimizer, number).item() for number in range(5)]
+
+
+def losses(*strategies: str) -> dict:
     """Five steps under each strategy: losses, and the sum of the absolute values of the parameters then."""
     found = {}
     for strategy in strategies:
-        net, optimizer = compiled(strategy, layers)
-        values = [step(net, optimizer, number).item() for number in range(5)]
+        net, optimizer = compiled(strategy, 2)
+        values = five_losses(net, optimizer)
         found[strategy] = {"losses": values, "parameters": float(sum(p.detach().double().abs().sum() for p in net.parameters()))}
     return found
 
@@ -132,7 +140,7 @@ def differing(what: str, directory: str = "") -> None:
 def pipelines(directory: str, strategy: str, *others: str) -> dict:
     """`losses`; and with the first strategy, losses after a checkpoint, again after it was read back, and evaluated logits."""
     net, optimizer = compiled(strategy, 2)
-    trained = [step(net, optimizer, number).item() for number in range(5)]
+    trained = five_losses(net, optimizer)
     graphacc.save_checkpoint(directory, net, optimizer)
     after = []
     for _ in range(2):
