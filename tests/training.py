@@ -75,16 +75,16 @@ def check_parity(name: str, strategy: str | None, make_optimizer: Callable = ada
 def captured_once(*key: object) -> Iterator[None]:
     """What is captured in the block is captured by the first block with this key, in order; the others get the same graphs.
 
-    A strategy is applied to captured graphs, so a model, its batch and its optimizer give the same ones under all (but not with
-    lazy tensors, whose graphs know the strategy). Two fifths of a test's time go into their capture.
+    A strategy is applied to captured graphs, so a model, its batch and its optimizer give the same ones under all, which
+    tests/api/test_parity.py shows (but not with lazy tensors, whose graphs know the strategy). Two fifths of a test's time go into their capture.
     """
     capture, count = Engine._capture, itertools.count()
 
     def once(engine: Engine, build_graph: Callable, *arguments) -> object:
-        strategy = engine.programs.strategy
-        place = (*key, next(count), build_graph.__name__, strategy.precision, strategy.microbatches)
         if engine.fallback.backend is not FX:
             return capture(engine, build_graph, *arguments)
+        strategy = engine.programs.strategy
+        place = (*key, next(count), build_graph.__name__, strategy.precision, strategy.microbatches)
         if place not in _captures:
             _captures[place] = capture(engine, build_graph, *arguments)
         return _captures[place]

@@ -3,7 +3,7 @@
 A program whose memory is planned after it was compiled is kept with its plan (`PlannedStore`), so that it is neither compiled
 nor planned again.
 
-JAX makes the keys (program, options, versions, devices) and serialises the executables; this module stores the bytes.
+JAX makes the keys (program, options, versions, devices) and loads the executables; this module stores the bytes.
 JAX's own store writes files in place and never replaces one, so that an interrupted write would stay behind as a broken
 entry. Here an entry appears by a rename, carries a checksum, and a damaged one is dropped and compiled again. Nothing that goes
 wrong with a cache stops a run. The oldest entries go when the directory grows over its limit.
@@ -55,6 +55,7 @@ class CompileCache:
         return value
 
     def put(self, key: str, value: bytes) -> None:
+        """Keep an entry; where it cannot be written, a warning says so."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             _write(self._entry(key), _pack(value))

@@ -1,8 +1,13 @@
 """Five AdamW steps with a learning-rate schedule, compared with plain PyTorch: every model under every data strategy."""
 
 import pytest
+import torch
 import zoo
-from training import check_parity
+from training import batches_of, check_parity, compiled, train
+
+from graphacc.graph import StepGraph
+from graphacc.loop.engine import Engine
+from graphacc.loop.programs import Programs
 
 STRATEGIES = (None, "dp=8", "fsdp=8,zero=1", "fsdp=8,zero=3", "dp=2,fsdp=4")
 CASES = [(name, strategy) for name in sorted(zoo.MODELS) for strategy in STRATEGIES]
@@ -15,3 +20,38 @@ def test_training_equals_plain_pytorch(name, strategy):
     assert [compiled.kind for compiled in model.programs] == ["step"], model.explain()
     if name == "gpt2":
         assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def described(step: StepGraph) -> list[str]:
+    """Every node with its target, arguments, shapes and dtypes; and the signature."""
+    values = [[(x.shape, x.dtype) for x in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(x, torch.Tensor)] for n in step.graph.nodes]
+    nodes = [f"{n.name} = {n.target} {n.args} {n.kwargs} {value}" for n, value in zip(step.graph.nodes, values)]
+    return [*nodes, *map(str, step.inputs), *map(str, step.outputs)]
+
+
+class Captured(Exception):
+    """The graphs are there; compiling them is left out."""
+
+
+def test_what_is_captured_does_not_depend_on_the_strategy(monkeypatch):
+    """So the other tests may capture once (`training.captured_once`)."""
+    capture, found = Engine._capture, {}
+
+    def recording(engine, *arguments):
+        step = capture(engine, *arguments)
+        found.setdefault(str(engine.programs.strategy), []).append(described(step))
+        return step
+
+    def stop(programs, kind, reason, capture):
+        capture()
+        raise Captured
+
+    monkeypatch.setattr(Engine, "_capture", recording)
+    monkeypatch.setattr(Programs, "_compile", stop)
+    for strategy in (None, "fsdp=4,tp=2,sequence_parallel=true", "dp=2,cp=2,context=ring"):
+        model, _ = zoo.MODELS["gpt2"]()
+        with pytest.raises(Captured):
+            train(compiled(model, strategy), batches_of("gpt2", 1))
+    first, *others = found.values()
+    assert len(others) == 2 and [len(step) > 100 for step in first] == [True, True]
+    assert all(steps == first for steps in others)

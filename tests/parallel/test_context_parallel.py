@@ -1,7 +1,6 @@
 """Context parallelism, by all-to-all of heads (Ulysses) and around the ring: parity, communication, errors."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from graphacc.report import communication
 
 TOKENS = 8 * zoo.SEQ
 HEADS = TOKENS * zoo.HIDDEN * 4 // 2  # bytes of a rank's part of [B, H, T, D] in fp32, cp=2
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """A zoo model after its parity was checked under a strategy; tests only look at it."""
-    return functools.cache(check_parity)
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])

@@ -1,7 +1,6 @@
 """Tensor and sequence parallelism: parity with plain PyTorch, Megatron-LM's communication, roles of parameters, errors."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -16,12 +15,6 @@ from graphacc.report import communication
 
 B, T, D = 8, zoo.SEQ, zoo.HIDDEN
 ACTIVATION = B * T * D * 4  # bytes of [B, T, D] in fp32
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """A zoo model after its parity was checked under a strategy; tests only look at it."""
-    return functools.cache(check_parity)
 
 
 @pytest.mark.parametrize("strategy", ["tp=2", "tp=4", "tp=2,sequence_parallel=true"])
@@ -244,8 +237,8 @@ def test_dropout_draws_what_one_device_draws(strategy):
     other, again = copy.deepcopy(model), copy.deepcopy(model)
     batches = batches_of("gpt2", 3)
     runs = []
-    for net, how in ((model, None), (other, strategy), (again, strategy)):
+    for net, how in ((model, None), (other, strategy)):
         with captured_once("dropout"):
             runs.append(train(compiled(net, how, seed=7), batches))
     assert runs[1] == pytest.approx(runs[0], abs=2e-5)
-    assert runs[2] == runs[1]
+    assert train(compiled(again, strategy, seed=7), batches) == runs[1]

@@ -8,6 +8,7 @@ import pytest
 import programs
 from greedy import SOLVERS
 from graphacc._compat import jax_ as compat
+from graphacc.runtime import compile_cache
 from graphacc.runtime.compile_cache import CompileCache
 from graphacc.runtime.replan import compile_and_replan, replan
 from graphacc.runtime.replan.compiling import compile_cached, has_nested_collectives
@@ -117,6 +118,37 @@ def test_damaged_entries_are_compiled_and_planned_again(damage, tmp_path):
     assert again.plan.changed and not again.plan.from_cache
     assert again.plan.temporary_after == first.plan.temporary_after
     assert build("training_step", tmp_path).plan.from_cache
+
+
+def break_executable(path) -> None:
+    """Of an entry whose checksum and note are right, the executable is half of one."""
+    note, _, entry = compile_cache._unpack(path.read_bytes()).partition(b"\n")
+    executable = compat.cached_executable(entry)
+    path.write_bytes(compile_cache._pack(note + b"\n" + compat.cache_entry(executable[: len(executable) // 2], 0.0)))
+
+
+def test_an_entry_that_jax_cannot_load_is_compiled_and_planned_again(tmp_path):
+    first = build("training_step", tmp_path)
+    break_executable(*tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        again = build("training_step", tmp_path)
+    assert again.plan.changed and not again.plan.from_cache
+    assert bits("training_step", again.compiled) == bits("training_step", first.compiled)
+    assert build("training_step", tmp_path).plan.from_cache
+
+
+def test_an_entry_that_jax_cannot_load_is_compiled_again_with_xlas_plan(tmp_path):
+    jitted, arguments = programs.PROGRAMS["training_step"]()
+
+    def from_cache() -> bool:
+        jax.clear_caches()
+        return compile_cached(jitted.lower(*arguments), {}, CompileCache(tmp_path))[1]
+
+    assert [from_cache(), from_cache()] == [False, True]
+    break_executable(*tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        assert not from_cache()
+    assert from_cache()
 
 
 def test_a_cache_of_jax_that_the_user_has_set_does_not_come_between(tmp_path):
