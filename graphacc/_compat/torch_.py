@@ -222,3 +222,8 @@ def without_modes() -> contextlib.AbstractContextManager:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def storage_users(tensor) -> int:
+    """How many tensors (views and detached ones among them) share the memory of `tensor`, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -24,6 +24,10 @@ _NUMPY = (
 _OTHER = ("the code raised an error while it was captured, see above", "make sure that the same call works without GraphAcc")
 
 
+class Passing(Exception):
+    """Base of exceptions that are messages between our own functions, and pass through a capture."""
+
+
 @contextlib.contextmanager
 def explained(what: str):
     """Turn any exception of the block into a CaptureError that says where, why and what to do.
@@ -33,7 +37,7 @@ def explained(what: str):
     """
     try:
         yield
-    except GraphAccError:
+    except (GraphAccError, Passing):
         raise
     except Exception as error:
         raise CaptureError(_message(what, error)) from error

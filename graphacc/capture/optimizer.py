@@ -230,7 +230,8 @@ def _prepares_group(optimizer_class: type[Optimizer]) -> bool:
 
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether every parameter is updated by itself, as torch's own optimizers do on their single-tensor path."""
-    return inspect.unwrap(traceable_class(optimizer).step).__module__.startswith("torch.optim.")
+    found = getattr(optimizer, "functional_equivalent", lambda: type(optimizer))()
+    return inspect.unwrap(found.step).__module__.startswith("torch.optim.")
 
 
 def _prepared(optimizer: Optimizer, index: int, parameter: Tensor) -> dict:

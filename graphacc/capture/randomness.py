@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc.errors import CaptureError
 
@@ -42,9 +43,9 @@ class Streams:
             aten.randint_like.default: lambda x, high, **kw: self._randint(0, high, x.shape, **{"dtype": x.dtype, **kw}),
             aten.randint_like.low_dtype: lambda x, low, high, **kw: self._randint(low, high, x.shape, **{"dtype": x.dtype, **kw}),
             aten.randperm.default: self._randperm,
-            aten.bernoulli.default: lambda p, generator=None: (self.uniform(p.shape) < p).to(p.dtype),
-            aten.bernoulli.p: lambda x, p=0.5, generator=None: (self.uniform(x.shape) < p).to(x.dtype),
-            aten.bernoulli.Tensor: lambda x, p, generator=None: (self.uniform(x.shape) < p).to(x.dtype),
+            aten.bernoulli.default: lambda p, generator=None: (self.uniform(p.shape) >= 1 - p).to(p.dtype),
+            aten.bernoulli.p: lambda x, p=0.5, generator=None: (self.uniform(x.shape) >= 1 - p).to(x.dtype),
+            aten.bernoulli.Tensor: lambda x, p, generator=None: (self.uniform(x.shape) >= 1 - p).to(x.dtype),
             aten.native_dropout.default: self._dropout,
             aten.uniform.default: self._uniform,
             aten.exponential.default: self._exponential,
@@ -125,3 +126,29 @@ class Streams:
         shape = [*weights.shape[:-1], num_samples, weights.shape[-1]]
         noise = -torch.log(1.0 - self.uniform(shape))
         return torch.argmax(weights.unsqueeze(-2) / noise.clamp_min(1e-30), dim=-1)
+
+
+def keyed_randomness(seed: int, counter: int) -> TorchDispatchMode:
+    """A mode in which PyTorch draws the numbers that a captured step draws with this key, operator by operator."""
+    return _Keyed(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64))
+
+
+class _Keyed(TorchDispatchMode):
+    def __init__(self, key: Tensor):
+        super().__init__()
+        self._table = Streams(key).table()
+        self._in_place = {
+            aten.bernoulli_.float: aten.bernoulli.p,
+            aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+            aten.uniform_.default: aten.uniform.default,
+            aten.normal_.default: aten.normal_functional.default,
+            aten.exponential_.default: aten.exponential.default,
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        rule = self._table.get(self._in_place.get(func, func))
+        if rule is None:
+            return func(*args, **kwargs)
+        result = rule(*args, **kwargs)
+        return args[0].copy_(result) if func in self._in_place else result

@@ -39,6 +39,17 @@ def user_line(error: BaseException) -> str:
     return f'File "{last.filename}", line {last.lineno}, in {last.name}: {(last.line or "").strip()}'
 
 
+def calling_line() -> str:
+    """``File "x.py", line n, in f: text`` of the innermost user frame on the stack ("" without one)."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code, line = frame.f_code, frame.f_lineno
+    return f'File "{code.co_filename}", line {line}, in {code.co_name}: {linecache.getline(code.co_filename, line, frame.f_globals).strip()}'
+
+
 class SourceMode(TorchFunctionMode):
     """Notes at every torch function call where it stands; nodes traced from it carry that as ``meta["custom"]``.
 

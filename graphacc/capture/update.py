@@ -241,7 +241,7 @@ def _python_numbers(double: Optimizer) -> dict[str, object]:
 
 def _check_python_numbers(double: Optimizer, before: dict[str, object]) -> None:
     after = _python_numbers(double)
-    changed = [name for name in before if name not in after or after[name] != before[name]]
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     if changed:
         raise CaptureError(
             f"{type(double).__name__}.step() changes {', '.join(changed)}, which the captured step would hold at its present "

@@ -8,26 +8,36 @@ run a "forward" program. All programs share one state on the devices.
 import contextlib
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphacc._compat.torch_ import without_modes
 from graphacc.capture import FX, hyperparameters, init_optimizer_state
-from graphacc.errors import LoopError
+from graphacc.capture.borrow import borrowed
+from graphacc.capture.guards import no_python_randomness
+from graphacc.capture.randomness import keyed_randomness
+from graphacc.capture.source import calling_line
+from graphacc.errors import CaptureError, GraphAccError, GraphError, LoopError, LoweringError
 from graphacc.graph import Kind
 from graphacc.loop import build, collector
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
+from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written
 from graphacc.loop.losses import LossWatch
-from graphacc.loop.managed import SPENT, Handle, SpentGradient, manage
+from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
-from graphacc.loop.promise import Promise
-from graphacc.loop.tape import Tape
+from graphacc.loop.promise import NotRecorded, Promise, to_values
+from graphacc.loop.tape import Tape, autocast_dtype
 
 log = logging.getLogger("graphacc")
+
+NOT_COMPILED = (CaptureError, LoweringError, GraphError)
+"""Errors of code that cannot be compiled: PyTorch runs it instead."""
 
 _GOLDEN = 0x9E3779B9
 """Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
@@ -48,16 +58,25 @@ class ModelCall:
     """The model as a recorded function; equal where the same code would run."""
 
     engine: "Engine" = dataclasses.field(compare=False, repr=False)
-    mode: tuple  # training flag of every module, requires_grad of every parameter
+    mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
+    state: int  # of the Python state that earlier captures have read
+    inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
 
-    def __call__(self, *args, **kwargs):
-        """Call the model in the mode in which the loop called it, which may be another by now."""
-        modules, flags = list(self.engine.model.modules()), self.mode[0]
+    def __call__(self, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
+        """Call the model in the mode in which the loop called it, which may be another by now.
+
+        Returns:
+            What it returns, and the tensors that it left in attributes of its modules.
+        """
+        engine = self.engine
+        modules = [module for module, _ in self.mode[0]]
         now = [module.training for module in modules]
         try:
-            _set_training(modules, flags)
-            with self.engine.direct_calls():
-                return self.engine.model(*args, **kwargs)
+            _set_training(modules, [training for _, training in self.mode[0]])
+            written = engine.written.get(self, Written())
+            with engine.direct_calls(), engine.guards.given(written.before | inputs, (*written.tensors, *written.others)):
+                result = engine.model(*args, **kwargs)
+                return result, engine.guards.read(written.tensors)
         finally:
             _set_training(modules, now)
 
@@ -79,52 +98,237 @@ class Engine:
         self.seed = options.seed  # first word of the random key
         self.counter = 0  # of model calls; second word of the random key
         self.steps = 0
-        self.hide_gradients = False
-        self.capturing = False  # the model's own code runs, on fake tensors
+        self.updates = 0  # programs so far that changed parameters
+        self.lock = threading.RLock()  # held while the state on the devices changes, or is read
+        self.tracing = False  # a graph is captured
+        self.torch_steps = False  # an optimizer's own step runs: gradients have to be ordinary tensors
+        self.eager: dict[str, int] = {}  # what PyTorch runs, and why -> how often
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
         self.losses = LossWatch(options.nan_loss)
         self.fallback = Fallback(options.capture, programs.strategy)
         self._persistent = set(model.state_dict(keep_vars=True))
+        self._structure = Structure(model)
         self._joints: dict[tuple, build.Step] = {}
+        self.guards = Guards(model)
+        self.written: dict[ModelCall, Written] = {}
+        self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
+        self._capturing: int | None = None  # the thread in which the model's own code runs
 
     # ---- calls of the model
+
+    @property
+    def capturing(self) -> bool:
+        """The model's own code runs in this thread: on fake tensors, or by PyTorch."""
+        return self._capturing == threading.get_ident()
 
     @contextlib.contextmanager
     def direct_calls(self) -> Iterator[None]:
         """Calls of the model inside run its own code instead of being recorded."""
-        before, self.capturing = self.capturing, True
+        before, self._capturing = self._capturing, threading.get_ident()
         try:
             yield
         finally:
-            self.capturing = before
+            self._capturing = before
 
     def call(self, original: Callable, args: tuple, kwargs: dict):
         """A call of the model by the user's loop."""
         if self.capturing:
             return original(*args, **kwargs)
+        with self.lock:
+            function = self._function()
+            why = self._refused.get(function) or self._needs_autograd(args, kwargs)
+            if why is None:
+                try:
+                    return self._record(function, args, kwargs)
+                except NotRecorded as reason:
+                    why = str(reason)
+                except NOT_COMPILED as error:
+                    if self.options.capture != "auto":
+                        raise
+                    why = self._refused[function] = str(error)
+            return self._call_eagerly(original, args, kwargs, why)
+
+    def _function(self) -> "ModelCall":
+        """The model as it is now."""
+        state, changed = self.guards.token()
+        if changed:
+            log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
+        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers))
+
+    def _record(self, function: "ModelCall", args: tuple, kwargs: dict):
         trains = torch.is_grad_enabled() and any(h.tensor.requires_grad for h in self.handles.values())
-        function = ModelCall(self, self._mode())
-        if trains:
-            return self._recording().record(function, args, kwargs)
-        tape = self._new_tape()
-        result = tape.record(function, args, kwargs)
-        self._run_forward(tape, tape.live(), keep_buffers=True)
-        tape.closed = True
-        return pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), result)
+        tape = self._recording() if trains else self._new_tape()
+        inputs = self.guards.inputs()
+        try:
+            result, tensors = tape.record(function, (inputs, args, kwargs), {})
+        except NewInput:
+            return self._record(self._function(), args, kwargs)
+        except NOT_COMPILED:
+            if not self.guards.numbers:
+                raise
+            for label in list(self.guards.numbers):  # one of them is needed as a number of Python
+                self.guards.fix(label)
+            return self._record(self._function(), args, kwargs)
+        self.guards.write(self.written[function].others)
+        if not trains:
+            self._run_forward(tape, tape.live(), keep_buffers=True)
+            tape.closed = True
+            result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+        self.guards.write(tensors)
+        return result
+
+    def _needs_autograd(self, args: tuple, kwargs: dict) -> str | None:
+        """Why a call has to be run by PyTorch's autograd: an argument whose gradient is wanted."""
+        if not torch.is_grad_enabled():
+            return None
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Promise):
+                wanted = leaf.requires_gradient and leaf.tape.engine is not self or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
+            else:
+                wanted = isinstance(leaf, Tensor) and leaf.requires_grad
+            if wanted:
+                return f"an argument of shape {list(leaf.shape)} requires a gradient"
+        return None
+
+    def _call_eagerly(self, original: Callable, args: tuple, kwargs: dict, why: str):
+        """Let PyTorch run a call of the model on the current values of its parameters."""
+        self._note_eager(f"the model {type(self.model).__name__}", why)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Promise) and leaf.requires_gradient and torch.is_grad_enabled():
+                leaf.tape.engine.run_eagerly(leaf.tape, why)
+        if self.tape is not None and self.tape is not self.pending and not self.tape.live():
+            self._end_recording()
+        args, kwargs = to_values(args, kwargs)
+        with self.on_host():
+            return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Parameters and buffers are ordinary tensors with their current values inside, and the model runs its own code."""
+        if self.pending is not None and not self.pending.has_run and any(handle.kind is Kind.BUFFER for handle in self.handles.values()):
+            self._run_grad(self.pending)  # its effect on buffers comes first
+        for handle in self.handles.values():
+            handle.refresh()
+        with self.direct_calls(), torch._C.DisableTorchFunctionSubclass():
+            yield
+
+    def _note_eager(self, what: str, why: str) -> None:
+        """Say once what PyTorch runs in the place of a compiled program."""
+        text = f"{what} runs by PyTorch, not compiled: {why}"
+        if text not in self.eager:
+            log.warning("graphacc: %s%s", text, f"\n  at {line}" if (line := calling_line()) else "")
+        self.eager[text] = self.eager.get(text, 0) + 1
+
+    def run_eagerly(self, tape: Tape, why: str) -> None:
+        """Let PyTorch run the calls of a recording again: its promises become ordinary results of autograd.
+
+        Gradients that its backward gave are computed first, and stay as they are.
+
+        Raises:
+            LoopError: a parameter or an input was changed since, so the calls would compute something else.
+        """
+        if tape.is_eager:
+            return
+        self._note_eager("a part of the loop", why)
+        with self.lock:
+            if tape is self.pending:
+                self._force(tape)
+            if tape.updates != self.updates:
+                raise LoopError(
+                    f"{why}: this would run a model call again whose parameters an optimizer's step has changed since; call the model again after the step"
+                )
+            env = self._replay_on_host(tape)
+            for value, tensor in env.items():
+                tape.fulfil(value, tensor)
+            tape.is_eager = True
+            self._close(tape)
+
+    def _replay_on_host(self, tape: Tape) -> dict[int, Tensor]:
+        """Every value of the forward part, and of what was computed from it since, as PyTorch computes it, with gradients."""
+        externals = dict(enumerate(self._whole_external(tape, i) for i in range(len(tape.externals))))
+        self._check_parameters_unchanged(tape)
+        env: dict[int, Tensor] = {}
+        derived = set(tape.grad_values.values())
+        with self.on_host(), self._buffers_kept(tape.has_run), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            named = {name: handle.tensor for name, handle in self.handles.items()}
+            with keyed_randomness(self.seed, tape.counter):
+                tape.replay(tape.forward_calls, env, externals, named)
+            for call in tape.gradient_calls:
+                if derived.isdisjoint(tape.reads(call)):
+                    tape.replay([call], env, externals, named)
+                else:
+                    derived.update(call.results)
+        return env
+
+    @contextlib.contextmanager
+    def _buffers_kept(self, kept: bool) -> Iterator[None]:
+        """Restore the buffers afterwards, if a program has already changed them."""
+        buffers = [handle.tensor for handle in self.handles.values() if kept and handle.kind is Kind.BUFFER]
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before):
+                buffer.copy_(value)
+
+    def _check_parameters_unchanged(self, tape: Tape) -> None:
+        for name, handle in self.handles.items():
+            if handle.kind is Kind.PARAM and handle.version != tape.parameter_versions.get(name, handle.version):
+                raise _written_too_early(name)
+
+    def is_model(self, function: Callable) -> bool:
+        return isinstance(function, ModelCall)
+
+    def autocast(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+        """The torch.autocast around a recorded call, for the device on which the call runs now."""
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.fallback.backend.device_type if self.tracing else "cpu", dtype=dtype, cache_enabled=False)
+
+    def host_tensor(self, handle: Handle) -> Tensor:
+        """A parameter as an ordinary tensor of PyTorch."""
+        handle.refresh()
+        return handle.host_value().requires_grad_(handle.tensor.requires_grad)
+
+    def before_write(self, handle: Handle) -> None:
+        """The loop is about to write a parameter or buffer: a backward that was recorded with its present value runs now."""
+        tape = self.pending
+        if tape is not None and not tape.has_run:
+            self._run_grad(tape)
 
     def _mode(self) -> tuple:
+        if not self._structure.is_current():
+            self._adopt_tensors()
         with torch._C.DisableTorchFunctionSubclass():
-            grads = tuple(handle.tensor.requires_grad for handle in self.handles.values())
-        return tuple(module.training for module in self.model.modules()), grads
+            grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
+        return tuple((module, module.training) for module in self._structure.modules), grads
+
+    def _adopt_tensors(self) -> None:
+        """Modules, parameters or buffers of the model were replaced, added or removed."""
+        if self.tape is not None and not self.tape.closed and self.tape.live():
+            self.run_eagerly(self.tape, "a module, parameter or buffer of the model was replaced after a call of it")
+        before = self.handles
+        for handle in before.values():
+            handle.refresh()
+        self.handles = manage(self, self.model, before)
+        for handle in self.handles.values():
+            handle.exposed = True
+        self.fakes = Fakes(self.model, self.handles)
+        self.template = None
+        self._structure = Structure(self.model)
+        self._persistent = set(self.model.state_dict(keep_vars=True))
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
         tape = self.tape
         if tape is None or tape.closed or tape.backward_at is not None or not tape.live():
-            if tape is not None and not tape.closed and tape.backward_at is None:
-                self._discard(tape)
+            self._end_recording()
             tape = self.tape = self._new_tape()
         return tape
+
+    def _end_recording(self) -> None:
+        tape, self.tape = self.tape, None
+        if tape is not None and not tape.closed and tape.backward_at is None:
+            self._discard(tape)
 
     def _new_tape(self) -> Tape:
         self.counter += 1
@@ -147,33 +351,75 @@ class Engine:
         return self.fakes.of(value)
 
     def run_fake(self, function: Callable, args: tuple, kwargs: dict):
-        if not isinstance(function, ModelCall):
-            return self.fakes.run(function, args, kwargs)
-        with self.direct_calls():
-            return self.fallback.attempt(lambda: self._call_on_fakes(args, kwargs))
+        """What a call gives on fake tensors.
 
-    def _call_on_fakes(self, args: tuple, kwargs: dict):
+        Raises:
+            NotRecorded: a torch function needs values, or fails; PyTorch will say how.
+            CaptureError: the model cannot be captured.
+        """
+        with self.autocast(autocast_dtype()):
+            if isinstance(function, ModelCall):
+                with self.direct_calls():
+                    return self.fallback.attempt(lambda: self._infer_model(function, *args))
+            try:
+                return self.fakes.run(function, args, kwargs)
+            except GraphAccError:
+                raise
+            except Exception as error:
+                raise NotRecorded(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+
+    def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
+        """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
-        return call(args, kwargs)
+        inputs = {label: value.double() if value.dtype is torch.float64 and label in self.guards.numbers else value for label, value in inputs.items()}
+        with borrowed(self.model), self.guards.noting(), no_python_randomness():
+            before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
+            self.guards.write(inputs)
+            result = call(args, kwargs)
+            written = attributes_written(self.model, before, inputs)
+        tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
+        others = {label: value for label, value in written.items() if label not in tensors}
+        self.written[function] = Written(tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
+        return result, tensors
 
     # ---- gradients
 
     def backward(self, tape: Tape) -> None:
         """``loss.backward()`` was recorded on `tape`."""
-        self._settle_pending()
-        self._refuse_spent()
-        self.pending = tape
-        tape.outputs = tape.live()
-        for output in self.fallback.attempt(lambda: self._joint(tape)).outputs:
-            if output.kind is not Kind.GRAD:
-                continue
-            handle = self.handles[output.target]
-            if isinstance(handle.grad, Tensor):
-                self.accumulated.add(handle.name)
-                self.host_grads[handle.name] = handle.grad
-            index = tape.add_value(self.fakes.gradient_of(handle))
-            tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
-            handle.grad = tape
+        with self.lock:
+            self._settle_pending()
+            self._refuse_spent()
+            tape.outputs = tape.live()
+            try:
+                joint = self.fallback.attempt(lambda: self._joint(tape))
+            except NOT_COMPILED as error:
+                self._refuse(tape, error)
+                loss, tape.loss, tape.backward_at = tape.loss, None, None
+                self.run_eagerly(tape, str(error))
+                tape.value(loss).backward()
+                return
+            self.pending = tape
+            for output in joint.outputs:
+                if output.kind is not Kind.GRAD:
+                    continue
+                handle = self.handles[output.target]
+                if (own := handle.host_grad) is not None:
+                    self.accumulated.add(handle.name)
+                    self.host_grads[handle.name] = own
+                    handle.host_grad = None
+                index = tape.add_value(self.fakes.gradient_of(handle))
+                tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
+                handle.grad = tape
+            if self.torch_steps:
+                self._force(tape)
+
+    def _refuse(self, tape: Tape, error: Exception) -> None:
+        """The calls of `tape` cannot be compiled: from now on PyTorch runs them, unless the user wants an error."""
+        if self.options.capture != "auto":
+            raise error
+        for call in tape.forward_calls:
+            if isinstance(call.function, ModelCall):
+                self._refused[call.function] = str(error)
 
     def _settle_pending(self) -> None:
         """Before another backward: the gradients of the last one go to the accumulators."""
@@ -184,6 +430,7 @@ class Engine:
             self._force(tape)
         else:
             self._run_grad(tape)
+            self._close(tape)
 
     def _refuse_spent(self) -> None:
         spent = [name for name, handle in self.handles.items() if handle.grad is SPENT]
@@ -195,30 +442,51 @@ class Engine:
 
     def read_grad(self, handle: Handle) -> Tensor | None:
         """``parameter.grad``."""
-        if self.hide_gradients or handle.grad is None:
-            return None
         if handle.grad is SPENT:
             return SpentGradient(handle)
+        if handle.grad is ZERO or handle.host_grad is not None or (isinstance(handle.grad, Tape) and handle.grad.closed):
+            self.settle_grad(handle)
         if isinstance(handle.grad, Tape):
             return handle.grad.promise(handle.grad.grad_bindings[handle.name])
-        return handle.grad
+        return handle.host_grad
+
+    def settle_grad(self, handle: Handle) -> None:
+        """Make ``parameter.grad`` the ordinary tensor that PyTorch would have there."""
+        if handle.grad is SPENT:
+            self._refuse_spent()
+        if handle.grad is ZERO:
+            handle.host_grad = handle.zeros() if handle.host_grad is None else handle.host_grad
+            handle.grad = None
+        if isinstance(handle.grad, Tape) and not handle.grad.closed:
+            self._force(handle.grad)
+        elif isinstance(handle.grad, Tape):  # it lies in the accumulators
+            total = self.programs.fetch(Kind.GRAD, handle.name)
+            handle.host_grad = total if handle.host_grad is None else handle.host_grad + total
+            handle.grad = None
+            self.accumulated.discard(handle.name)
 
     def write_grad(self, handle: Handle, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
-        if self.hide_gradients:
-            return
-        name, tape = handle.name, handle.grad
-        if isinstance(value, Promise) and value.tape is self.pending and not value.tape.closed:
-            value.tape.grad_bindings[name] = value.index
-            handle.grad = value.tape
-            return
-        handle.grad = None if value is None else value.detach().clone()
+        name = handle.name
+        if isinstance(value, Promise):
+            if value.tape is self.pending and not value.tape.closed:
+                value.tape.grad_bindings[name] = value.index
+                handle.host_grad, handle.grad = None, value.tape
+                return
+            value = value.tape.value(value.index)
+        tape, handle.grad = handle.grad, None
+        handle.host_grad = value
         self.accumulated.discard(name)
         self.host_grads.pop(name, None)
         if isinstance(tape, Tape):
             tape.grad_bindings.pop(name, None)
             if tape is self.pending and not tape.grad_bindings:
                 self._drop_pending()
+
+    def zero_grad(self, handle: Handle) -> None:
+        """``parameter.grad.zero_()``, where no tensor holds the gradient."""
+        self.write_grad(handle, None)
+        handle.grad = ZERO
 
     def _drop_pending(self) -> None:
         """All gradients of the pending backward were cleared: what remains is its effect on buffers, and its values."""
@@ -235,35 +503,69 @@ class Engine:
 
     def materialize(self, tape: Tape, index: int) -> None:
         """Run what is needed for `tape` to have the value `index`."""
-        if tape.closed:
-            raise LoopError(
-                "a result of an earlier model call was not held by the loop when its step ran, so it was not computed: keep the model's output "
-                "alive until optimizer.step() to have it returned by the step"
-            )
-        if tape.backward_at is None:
-            self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
-            return
-        log.info("graphacc: a gradient or result is read between backward() and step(), so this step runs in parts")
-        self._force(tape)
+        with self.lock:
+            if tape.closed and tape.updates == self.updates and not tape.is_eager:
+                self.run_eagerly(tape, "a result of an earlier model call, which the loop had let go of, is read")
+            if tape.closed:
+                if tape.has_value(index):
+                    return
+                raise LoopError(
+                    "a result of an earlier model call was not held by the loop when its step ran, so it was not computed: keep the model's output "
+                    "alive until optimizer.step() to have it returned by the step"
+                )
+            if tape.backward_at is None:
+                self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
+                return
+            log.info("graphacc: a gradient or result is read between backward() and step(), so this step runs in parts")
+            self._force(tape)
 
     def _force(self, tape: Tape) -> None:
         """Compute everything on the tape now; the gradients become ordinary host tensors."""
-        if not tape.has_run:
-            self._run_grad(tape)
-        grads = {name: self.programs.fetch(Kind.GRAD, name) for name in tape.grad_values}
+        grads = self._gradients(tape)
         code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
         externals = [self._whole_external(tape, i) for i in code.external_indices]
         values = [tape.value(i) for i in code.forward_values]
-        env = code.replay(grads, [*externals, *values, *(self._refreshed(handle) for handle in code.handles)])
+        with self.on_host(), torch.no_grad():
+            env = code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
         for value, tensor in env.items():
             if not tape.has_value(value):
                 tape.fulfil(value, tensor)
         for name, value in tape.grad_bindings.items():
-            self.handles[name].grad = env[value]
+            handle = self.handles[name]
+            handle.host_grad = env[value] if handle.host_grad is None else handle.host_grad + env[value]
+            handle.grad = None
         self.accumulated -= set(tape.grad_values)
         if self.pending is tape:
             self.pending = None
         self._close(tape)
+
+    def _gradients(self, tape: Tape) -> dict[str, Tensor]:
+        """The gradients that its backward gave, with what was accumulated before, on the host."""
+        if not tape.has_run:
+            try:
+                self._run_grad(tape)
+            except NOT_COMPILED as error:
+                self._refuse(tape, error)
+                return self._gradients_by_pytorch(tape, str(error))
+        return {name: self.programs.fetch(Kind.GRAD, name) for name in tape.grad_values if name in self.accumulated}
+
+    def _gradients_by_pytorch(self, tape: Tape, why: str) -> dict[str, Tensor]:
+        self._note_eager("a step's forward and backward", why)
+        env = self._replay_on_host(tape)
+        wanted = {name: self.handles[name].tensor for name in tape.grad_bindings}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = dict(zip(wanted, torch.autograd.grad(env[tape.loss], list(wanted.values()), allow_unused=True)))
+        for index in (tape.loss, *tape.outputs):
+            tape.fulfil(index, env[index].detach())
+        tape.has_run = True
+        return {name: self._with_accumulated(name, grad) for name, grad in found.items() if grad is not None}
+
+    def _with_accumulated(self, name: str, grad: Tensor) -> Tensor:
+        before = self.host_grads.pop(name, None)
+        if name in self.accumulated and before is None:
+            before = self.programs.fetch(Kind.GRAD, name)
+        self.accumulated.discard(name)
+        return grad if before is None else before + grad
 
     def _whole_external(self, tape: Tape, index: int) -> Tensor:
         if tape.externals[index] is not tape.sources[index]:
@@ -273,10 +575,6 @@ class Engine:
             )
         return tape.externals[index]
 
-    def _refreshed(self, handle: Handle) -> Tensor:
-        handle.refresh()
-        return handle.host_value()
-
     def _close(self, tape: Tape) -> None:
         tape.closed = True
         self.template = tape
@@ -285,33 +583,86 @@ class Engine:
 
     # ---- running
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``: one program where the loop is plain, parts of it where it is not."""
-        binding = self.binding_of(optimizer)
-        names = tuple(name for name in binding.names if self.handles[name].grad not in (None, SPENT))
-        if not names:
-            return
-        if changed := binding.note_changes():
-            log.info("graphacc: %s changed between steps and became an input of the program", ", ".join(changed))
-        self.losses.check()
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer.step()``: one program where the loop is plain, parts of it where it is not.
+
+        Returns:
+            Whether it is done; if not, PyTorch's own step has to run, for which everything is on the host.
+        """
+        with self.lock:
+            binding = self.binding_of(optimizer)
+            if binding.by_torch is not None:
+                self.prepare_torch_step(binding)
+                return False
+            for handle in (self.handles[name] for name in binding.names):
+                if handle.grad is SPENT:
+                    raise LoopError(
+                        f"{type(optimizer).__name__}.step() would use the gradient of {handle.name!r} again, which an earlier compiled step consumed: "
+                        "call zero_grad() after every step, and backward() before the next"
+                    )
+                if handle.grad is ZERO or (handle.grad is not None and handle.host_grad is not None):
+                    self.settle_grad(handle)
+            names = tuple(name for name in binding.names if self.handles[name].has_grad)
+            if not names:
+                return True
+            if changed := binding.note_changes():
+                log.info("graphacc: %s changed between steps and became an input of the program", ", ".join(changed))
+            self.losses.check()
+            tape = self.pending
+            try:
+                self._step(binding, names)
+            except NOT_COMPILED as error:
+                if not self._step_in_parts(binding, names, tape, error):
+                    return False
+            for name in names:
+                if isinstance(self.handles[name].grad, Tape):
+                    self.handles[name].grad = SPENT
+                    self.accumulated.discard(name)
+            self.steps += 1
+            if tape is not None and tape.loss is not None:
+                self.losses.watch(self.steps, tape)
+            return True
+
+    def _step(self, binding: Binding, names: tuple[str, ...]) -> None:
         tape = self.pending
         whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps
         if whole and set(names) == set(tape.grad_values):
             self._run_step(tape, binding, names)
         else:
             self._run_update(tape, binding, names)
-        for name in names:
-            self.handles[name].grad = SPENT
-        self.steps += 1
-        if tape is not None:
-            self.losses.watch(self.steps, tape)
+
+    def _step_in_parts(self, binding: Binding, names: tuple[str, ...], tape: Tape | None, error: Exception) -> bool:
+        """After `error`: find out whether the model's gradients or the optimizer's update cannot be compiled, and do the other."""
+        if self.options.capture != "auto":
+            raise error
+        try:
+            if tape is not None and not tape.has_run:
+                self._force(tape)
+            self._run_update(None, binding, names)
+            return True
+        except NOT_COMPILED as second:
+            binding.by_torch = str(second)
+            self.prepare_torch_step(binding)
+            return False
+
+    def prepare_torch_step(self, binding: Binding) -> None:
+        """Bring to the host what the optimizer's own step reads: gradients and its state. Parameters come when they are read."""
+        self._note_eager(f"the step of {type(binding.optimizer).__name__}", binding.by_torch or "")
+        for name in binding.names:
+            self.settle_grad(self.handles[name])
+        self.fetch_optimizer_state(binding)
+        binding.state_on_device = False
+        self.torch_steps = True
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""
         if id(optimizer) not in self.bindings:
             self.bindings[id(optimizer)] = bind(self, optimizer)
         binding = self.bindings[id(optimizer)]
-        binding.names = parameter_names(self, optimizer)  # groups can be added
+        binding.names, strangers = parameter_names(self, optimizer)  # groups can be added
+        if strangers and binding.by_torch is None:
+            binding.by_torch = f"it holds {strangers} parameter(s) that do not belong to the compiled model"
+        binding.adopt_state()
         return binding
 
     def _joint(self, tape: Tape) -> build.Step:
@@ -348,7 +699,7 @@ class Engine:
         tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
         for index in tape.outputs:
             tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
-        self.accumulated |= set(tape.grad_values)
+        self.accumulated |= set(tape.grad_bindings)
         tape.has_run = True
 
     def _prepare_accumulator(self, compiled: Compiled, name: str) -> None:
@@ -388,8 +739,8 @@ class Engine:
             lambda: self._capture(build.update_graph, binding.optimizer, code, binding.dynamic),
         )
         for name in names:
-            if isinstance(grad := self.handles[name].grad, Tensor):
-                self.programs.put(compiled, Kind.GRAD, name, grad)
+            if (own := self.handles[name].host_grad) is not None:
+                self.programs.put(compiled, Kind.GRAD, name, own)
         self._upload_optimizer_state(compiled, binding)
         self._fulfil(tape, self._run(compiled, tape, binding=binding))
         self._close(tape)
@@ -400,8 +751,16 @@ class Engine:
         return build.GradientCode(tape=tape, names=names, max_norm=self.options.max_grad_norm, results=results)
 
     def _capture(self, build_graph: Callable[..., build.Step], *args) -> build.Step:
-        with self.direct_calls(), collector.paused():
+        with self.direct_calls(), self._traced(), collector.paused(), torch.autocast("cpu", enabled=False):
             return build_graph(self.fallback.backend, self.model, *args)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        before, self.tracing = self.tracing, True
+        try:
+            yield
+        finally:
+            self.tracing = before
 
     def _program(self, kind: str, aspects: dict[str, object], capture: Callable[[], build.Step]) -> Compiled:
         return self.fallback.attempt(lambda: self.programs.get(kind, aspects, capture))
@@ -440,7 +799,8 @@ class Engine:
     def _mark_stale(self, compiled: Compiled) -> None:
         for item in compiled.graph.outputs:
             if item.kind in (Kind.PARAM, Kind.BUFFER):
-                self.handles[item.target].host_is_stale = True
+                self.handles[item.target].mark_stale()
+        self.updates += any(item.kind is Kind.PARAM for item in compiled.graph.outputs)
 
     def _upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""
@@ -450,10 +810,7 @@ class Engine:
             handle = self.handles.get(item.target)
             if handle is not None and (handle.host_is_newer or not self.programs.holds(item.kind, item.target)):
                 if compiled.kind != "update" and handle.version != tape.parameter_versions.get(handle.name, handle.version):
-                    raise LoopError(
-                        f"{handle.name!r} was written between the model's call and optimizer.step(), but the compiled step runs the call "
-                        "only then: write parameters and buffers before the call or after the step"
-                    )
+                    raise _written_too_early(handle.name)
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
 
@@ -471,9 +828,10 @@ class Engine:
         """Bring the optimizer's state to the host, into ``optimizer.state``."""
         if not binding.state_on_device:
             return
-        for name in binding.names:
-            if tensors := self.programs.optimizer_state(name):
-                binding.optimizer.state[self.handles[name].tensor].update(tensors)
+        with self.lock:
+            for name in binding.names:
+                if tensors := self.programs.optimizer_state(name):
+                    binding.hold(self.handles[name].tensor, tensors)
 
     # ---- saving and restoring
 
@@ -509,12 +867,25 @@ class Engine:
         self.accumulated.clear()
         self.host_grads.clear()
         for handle in self.handles.values():
-            handle.grad = None
+            handle.grad = handle.host_grad = None
         self.seed, self.counter, self.steps = seed, counter, steps
 
     def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]]) -> None:
         for (kind, target), fetch in fetched.items():
             tape.fulfil(tape.loss if kind is Kind.LOSS else int(target), fetch)
+
+
+def _grad_mode(tensor: Tensor) -> object:
+    """Whether a parameter takes a gradient, and its hooks."""
+    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
+
+
+def _written_too_early(name: str) -> LoopError:
+    return LoopError(
+        f"{name!r} was written between the model's call and backward() or optimizer.step(), but the compiled step runs the call "
+        "only then: write parameters and buffers before the call or after the step"
+    )
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

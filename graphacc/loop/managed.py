@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import without_modes
+from graphacc._compat.torch_ import storage_users, without_modes
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 
@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
 _EXPOSING = frozenset(
     {
         Tensor.data.__get__,
+        Tensor.data.__set__,
         Tensor.numpy,
         Tensor.__array__,
         Tensor.untyped_storage,
@@ -40,9 +41,11 @@ class Handle:
         self.name = name
         self.tensor = tensor
         self.host_is_stale = False  # the device copy is newer
+        self._refreshes = 0  # steps of the version counter that were ours
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
-        self.grad: typing.Any = None  # None, the Tape whose backward gave it, a host Tensor, or `SPENT`
+        self.viewed = False  # a tensor that shares the host memory may be alive
+        self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property
     def host_is_newer(self) -> bool:
@@ -54,16 +57,51 @@ class Handle:
 
     @property
     def version(self) -> int:
-        """The version counter of the host copy."""
+        """The version counter of the host copy, which counts the loop's own writes alone."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.tensor._version
+            return self.tensor._version - self._refreshes
 
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
         with torch._C.DisableTorchFunctionSubclass():
             self.uploaded_version = self.tensor._version
-        self.exposed = False
+        self.exposed = self.exposed and self.has_alias
         self.host_is_stale = False
+
+    def mark_stale(self) -> None:
+        """The device copy was replaced. A tensor of the loop that shares the host memory sees the new value at once."""
+        self.host_is_stale = True
+        if self.viewed:
+            self.viewed = self.has_alias
+            if self.viewed:
+                self.refresh()
+
+    @property
+    def has_alias(self) -> bool:
+        """Whether a tensor besides this one uses the host memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return storage_users(self.tensor) > 1
+
+    @property
+    def host_grad(self) -> Tensor | None:
+        """The ordinary ``.grad``, which PyTorch's own autograd and assignments of the loop fill."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.grad
+
+    @host_grad.setter
+    def host_grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.tensor.grad = value
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether ``.grad`` is a gradient that an update would use."""
+        return self.grad is not SPENT and (self.grad is not None or self.host_grad is not None)
+
+    def zeros(self) -> Tensor:
+        """A zero gradient."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return torch.zeros_like(self.tensor.detach())
 
     def host_value(self) -> Tensor:
         """The host copy as an ordinary tensor that shares its memory."""
@@ -81,19 +119,28 @@ class Handle:
         """Bring the host copy up to date."""
         if not self.host_is_stale or self.engine.capturing:
             return
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self.tensor.copy_(self.engine.fetch(self))
-        self.mark_uploaded()
+        with self.engine.lock:
+            if not self.host_is_stale:
+                return
+            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+                before = self.tensor._version
+                self.tensor.copy_(self.engine.fetch(self))
+                self._refreshes += self.tensor._version - before
+            self.mark_uploaded()
 
 
-class _Spent:
-    """Mark of a gradient that the last compiled step consumed and nobody cleared since."""
+class _Mark:
+    """Says what a gradient is without a tensor."""
+
+    def __init__(self, text: str):
+        self._text = text
 
     def __repr__(self) -> str:
-        return "<gradient consumed by the compiled step>"
+        return f"<{self._text}>"
 
 
-SPENT = _Spent()
+SPENT = _Mark("gradient consumed by the compiled step")
+ZERO = _Mark("gradient set to zero")
 
 
 class SpentGradient(Tensor):
@@ -118,7 +165,7 @@ class SpentGradient(Tensor):
         spent = [leaf for leaf in leaves if isinstance(leaf, SpentGradient)]
         if func in _CLEARING:
             for gradient in spent:
-                gradient.handle.engine.write_grad(gradient.handle, None)
+                gradient.handle.engine.zero_grad(gradient.handle)
             return args[0]
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -166,12 +213,8 @@ class Managed(Tensor):
         from graphacc.loop.promise import run_function
 
         kwargs = kwargs or {}
-        if func == Tensor.grad.__get__:
-            return _get_grad(args[0])
-        if func == Tensor.grad.__set__:
-            return _set_grad(*args)
-        if func == Tensor.grad.__delete__:
-            return _set_grad(args[0], None)
+        if func in _GRADIENT:
+            return _GRADIENT[func](*args)
         return run_function(func, args, kwargs)
 
     def __deepcopy__(self, memo):
@@ -201,8 +244,11 @@ class ManagedBuffer(Managed):
     """A buffer whose current value lives on the devices."""
 
 
-def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
+def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None = None) -> dict[str, Handle]:
     """Make every distinct parameter and buffer of `model` managed, in place.
+
+    Args:
+        handles: those of an earlier call. A tensor that has since been put in the place of one of them takes over its handle.
 
     Returns:
         First name -> handle, parameters first, in the model's own order; a tied tensor has one handle.
@@ -210,7 +256,7 @@ def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
     Raises:
         LoopError: a tensor that is managed by another compiled model, or of a class that cannot be managed.
     """
-    handles: dict[str, Handle] = {}
+    found: dict[str, Handle] = {}
     seen: set[int] = set()
     for kind, named, managed, plain in (
         (Kind.PARAM, model.named_parameters(), ManagedParameter, nn.Parameter),
@@ -220,6 +266,10 @@ def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
+            if handles is not None and isinstance(tensor, Managed) and tensor._graphacc_handle.engine is engine:
+                handle = found[name] = tensor._graphacc_handle
+                handle.name = name
+                continue
             if isinstance(tensor, Managed):
                 raise LoopError(f"{name!r} belongs to a model that is already compiled: compile the outermost module once, not its parts")
             if type(tensor) is not plain:
@@ -227,21 +277,35 @@ def manage(engine: "Engine", model: nn.Module) -> dict[str, Handle]:
                     f"{name!r} is a {type(tensor).__name__}: only ordinary tensors and parameters can be moved to the devices; "
                     "replace it by a plain torch.nn.Parameter or torch.Tensor before graphacc.compile"
                 )
+            handle = found[name] = Handle(engine, kind, name, tensor)
+            handle.exposed = handles is not None
             tensor.__class__ = managed
-            tensor._graphacc_handle = handles[name] = Handle(engine, kind, name, tensor)
-    return handles
+            tensor._graphacc_handle = handle
+    return found
 
 
 def prepare(func, args: tuple, kwargs: dict) -> None:
-    """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it exposes."""
+    """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it gives access to."""
     if func in _METADATA:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
+    exposes = func in _EXPOSING
     for leaf in pytree.tree_leaves((args, kwargs)):
-        if (handle := handle_of(leaf)) is None:
+        if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
         handle.refresh()
-        if func in _EXPOSING:
-            handle.exposed = True
+        handle.viewed = True
+        if exposes or writes_by_name(func):
+            handle.engine.before_write(handle)
+        handle.exposed = handle.exposed or exposes
+
+
+def writes_by_name(func) -> bool:
+    """Whether a torch function may write into its arguments, by its name."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor")} | {"__setitem__", "__set__"}
 
 
 def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -255,12 +319,12 @@ def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]
     return pytree.tree_map_only(Managed, plain, (args, kwargs))
 
 
-def _get_grad(tensor: Tensor):
+def _get_grad(tensor: Tensor) -> Tensor | None:
     handle = handle_of(tensor)
     return None if handle is None else handle.engine.read_grad(handle)
 
 
-def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
+def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
     handle = handle_of(tensor)
     assert handle is not None, "a managed tensor lost its handle"
     if value is not None and (tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype):
@@ -269,3 +333,6 @@ def _set_grad(tensor: Tensor, value: Tensor | None) -> None:
             f"not {list(value.shape)} {value.dtype}"
         )
     handle.engine.write_grad(handle, value)
+
+
+_GRADIENT = {Tensor.grad.__get__: _get_grad, Tensor.grad.__set__: _set_grad, Tensor.grad.__delete__: _set_grad}

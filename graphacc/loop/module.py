@@ -56,7 +56,8 @@ class CompiledModule(nn.Module):
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         plans = [f"{c.kind}: {c.program.plan.summary()}" for c in self.programs if c.program.plan is not None]
-        return "\n".join(lines + plans)
+        eager = [f"{text.partition(chr(10))[0]} ({count} times)" for text, count in self._graphacc_engine.eager.items()]
+        return "\n".join(lines + plans + eager)
 
     def memory(self) -> "Memory":
         """Predicted and measured memory of the largest program so far.
@@ -90,7 +91,11 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return copy.deepcopy(self).__reduce_ex__(protocol)
+        return _itself, (copy.deepcopy(self),)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
 
 
 def attach(model: nn.Module, engine: Engine) -> None:

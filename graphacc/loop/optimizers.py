@@ -1,18 +1,21 @@
 """``optimizer.step()`` runs the compiled step: torch's own hooks, and the state that the optimizer seems to hold.
 
-The pre-hook of ``step`` runs the program and hides the gradients, so torch's own update, which comes next, finds none
-and does nothing. The optimizer's state lives on the devices; ``state_dict()`` brings it to the host first, and
-``load_state_dict()`` makes the next step upload it again.
+The pre-hook of ``step`` runs the program, and lets torch's own update work on a stand-in without parameters. Where the update cannot
+be compiled, the gradients and the optimizer's state are brought to the host and torch's own update runs. The state lives on the devices;
+whoever looks into ``optimizer.state`` finds it there, and what was changed in it is uploaded before the next step.
 """
 
+import collections
 import dataclasses
 import typing
 import weakref
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from graphacc.errors import LoopError
+from graphacc.capture.optimizer import is_separable
 from graphacc.loop.managed import handle_of
 
 if typing.TYPE_CHECKING:
@@ -27,9 +30,12 @@ class Binding:
 
     optimizer: torch.optim.Optimizer
     names: tuple[str, ...]  # of its parameters, in order of the groups
+    by_torch: str | None = None  # why PyTorch runs its step; None: the step is compiled
     dynamic: frozenset[str] = frozenset()  # numbers of the groups, besides lr, that were seen to change
     state_on_device: bool = False
     statics: dict[str, object] = dataclasses.field(default_factory=dict)
+    fetch: Callable[[], None] = lambda: None
+    copies: dict[int, tuple[Tensor, int]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its version counter then
 
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
@@ -37,9 +43,12 @@ class Binding:
 
     def settings(self) -> dict[str, object]:
         """Every static setting of the groups, "<group>/<name>" -> value; tuples are spread out as "<name>.<i>"."""
-        found = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for name in self.optimizer.defaults.keys() - {"lr"}:
+        optimizer, found = self.optimizer, {}
+        separable = is_separable(optimizer)
+        if not separable:
+            found = {f"self.{name}": value for name, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str))}
+        for index, group in enumerate(optimizer.param_groups):
+            for name in (optimizer.defaults.keys() & group.keys() if separable else group.keys() - {"params"}) - {"lr"}:
                 value = group[name]
                 items = {f"{name}.{i}": v for i, v in enumerate(value)} if isinstance(value, (tuple, list)) else {name: value}
                 found |= {f"{index}/{key}": v for key, v in items.items() if f"{index}/{key}" not in self.dynamic}
@@ -56,6 +65,79 @@ class Binding:
         return changed
 
 
+    # ---- the optimizer's state
+
+    def adopt_state(self) -> None:
+        """Notice what the loop did to ``optimizer.state``: a new dict, or changed values in it, replace the state on the devices."""
+        state = self.optimizer.state
+        if not isinstance(state, StateView) or state.binding is not self:
+            self.optimizer.state = StateView(self, state)
+            self.state_on_device, self.copies = False, {}
+        elif self.state_on_device and self.copies:
+            held = [value for values in dict.values(state) for value in values.values() if isinstance(value, Tensor)]
+            known = [self.copies.get(id(value)) for value in held]
+            if len(held) != len(self.copies) or any(copy is None or copy[0]._version != copy[1] for copy in known):
+                self.state_on_device = False
+            else:
+                dict.clear(state)
+            self.copies = {}
+
+    def hold(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Put fetched state where the loop looks for it."""
+        numbers = {} if is_separable(self.optimizer) else {key: _number(x) for key, x in tensors.items()}
+        view = self.optimizer.state
+        entry = dict.setdefault(view, parameter, {})
+        entry.update(tensors | {key: x for key, x in numbers.items() if x is not None})
+        self.copies |= {id(x): (x, x._version) for x in tensors.values() if numbers.get(_key_of(tensors, x)) is None}
+
+
+def _key_of(tensors: dict[str, Tensor], value: Tensor) -> str:
+    return next(key for key, x in tensors.items() if x is value)
+
+
+def _number(value: Tensor) -> float | int | None:
+    """Numbers are carried as float64 of no dims; the optimizer's own code had a Python number there."""
+    if value.dtype is not torch.float64 or value.dim():
+        return None
+    number = value.item()
+    return int(number) if number == int(number) else number
+
+
+class StateView(collections.defaultdict):
+    """``optimizer.state``: brings the state from the devices when somebody looks."""
+
+    def __init__(self, binding: Binding, content: dict):
+        super().__init__(dict, content)
+        self.binding = binding
+
+    def __reduce__(self):
+        self.binding.fetch()
+        return collections.defaultdict, (dict,), None, None, iter(list(dict.items(self)))
+
+    def __copy__(self):
+        return collections.defaultdict(dict, self)
+
+    def __missing__(self, key):
+        dict.__setitem__(self, key, {})
+        return dict.__getitem__(self, key)
+
+
+def _looking(name: str) -> Callable:
+    method = getattr(collections.defaultdict, name)
+
+    def look(self, *args, **kwargs):
+        self.binding.fetch()
+        return method(self, *args, **kwargs)
+
+    look.__name__ = name
+    return look
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__", "keys", "values", "items",
+              "get", "pop", "popitem", "setdefault", "update", "clear", "copy"):  # fmt: skip
+    setattr(StateView, _name, _looking(_name))
+
+
 def install_hooks() -> None:
     """Register the global step hooks with torch, once per process."""
     global _hooks_installed
@@ -65,64 +147,84 @@ def install_hooks() -> None:
         _hooks_installed = True
 
 
-def parameter_names(engine: "Engine", optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of an optimizer's parameters, in order of its groups.
-
-    Raises:
-        LoopError: it holds a parameter that is none of the compiled model's.
-    """
-    names = []
+def parameter_names(engine: "Engine", optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], int]:
+    """The names of an optimizer's parameters in order of its groups, and how many of them are none of the compiled model's."""
+    names, strangers = [], 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             handle = handle_of(parameter)
             if handle is None or handle.engine is not engine:
-                raise LoopError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that does not belong to the compiled model: "
-                    "give each compiled model an optimizer of its own, made from its model.parameters()"
-                )
-            names.append(handle.name)
-    return tuple(names)
+                strangers += 1
+            else:
+                names.append(handle.name)
+    return tuple(names), strangers
 
 
 def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
-    """Tie an optimizer to the compiled model whose parameters it holds; raises as `parameter_names`."""
-    binding = Binding(optimizer, parameter_names(engine, optimizer))
+    """Tie an optimizer to the compiled model whose parameters it holds."""
+    binding = Binding(optimizer, parameter_names(engine, optimizer)[0])
     owner = weakref.ref(engine)
 
-    def fetch_state(_optimizer):
-        if (alive := owner()) is not None:
+    def fetch(*_):
+        if (alive := owner()) is not None and not alive.capturing and not binding.copies:
             alive.fetch_optimizer_state(binding)
 
     def forget_state(_optimizer):
         binding.state_on_device = False
 
-    optimizer.register_state_dict_pre_hook(fetch_state)
+    binding.fetch = fetch
+    optimizer.register_state_dict_pre_hook(fetch)
     optimizer.register_load_state_dict_post_hook(forget_state)
     return binding
 
 
-def _engine_of(optimizer: torch.optim.Optimizer) -> "Engine | None":
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (handle := handle_of(parameter)) is not None:
-                return handle.engine
-    return None
+def _engines_of(optimizer: torch.optim.Optimizer) -> "list[Engine]":
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    handles = (handle for parameter in parameters if (handle := handle_of(parameter)) is not None)
+    return list({id(handle.engine): handle.engine for handle in handles}.values())
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    engine = _engine_of(optimizer)
-    if engine is None:
-        return
-    if any(argument is not None for argument in [*args[1:], *kwargs.values()]):  # args[0] is the optimizer
-        raise LoopError(
-            f"{type(optimizer).__name__}.step(closure) cannot be compiled: the closure would run the model again inside the step; "
-            "call backward() and then step() without a closure"
-        )
-    engine.step(optimizer)
-    engine.hide_gradients = True
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    engines = _engines_of(optimizer)
+    if not engines:
+        return None
+    closure, plain = _closure_of(optimizer, args, kwargs)
+    if len(engines) > 1 or not plain:
+        for engine in engines:
+            binding = engine.binding_of(optimizer)
+            why = "it holds parameters of several compiled models" if plain else "it evaluates a closure, or takes other arguments"
+            binding.by_torch = binding.by_torch or why
+            engine.prepare_torch_step(binding)
+        return None
+    result = None
+    if closure is not None:
+        with torch.enable_grad():
+            result = closure()
+    if not engines[0].step(optimizer):
+        return ((args[0],), {}) if closure is None else ((args[0], lambda: result), {})
+    idle = _idle(optimizer)
+    return ((idle,), {}) if closure is None else ((idle, lambda: result), {})
+
+
+def _closure_of(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[Callable | None, bool]:
+    """The closure that a step was given, and whether the step is known to evaluate it once, first, and to take nothing else."""
+    rest = {name: value for name, value in kwargs.items() if name != "closure" and value is not None}
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None and not rest and all(argument is None for argument in args[2:]):
+        return None, True
+    evaluates_once = is_separable(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+    return closure, evaluates_once and not rest and len(args) <= 2 and callable(closure)
+
+
+def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer without parameters, for torch's own step, whose work is done."""
+    idle = object.__new__(type(optimizer))
+    vars(idle).update(vars(optimizer))
+    idle.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    idle.state = collections.defaultdict(dict)
+    return idle
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    engine = _engine_of(optimizer)
-    if engine is not None:
-        engine.hide_gradients = False
+    for engine in _engines_of(optimizer):
+        engine.torch_steps = False

@@ -1,7 +1,9 @@
 """Promises: tensors that stand for values which a compiled program has yet to compute.
 
 A torch function on a promise is recorded on its tape and gives new promises, with shapes and dtypes from fake tensors.
-A function that needs the value itself (``item``, ``print``, ``bool``) makes the engine run what is needed.
+A function that needs the value itself (``item``, ``print``, ``bool``) makes the engine run what is needed. What cannot be
+recorded is run by PyTorch on values: where gradients have to flow through it, the tape's calls are run by PyTorch first, so that
+the values are ordinary results of autograd (see `Engine.run_eagerly`).
 """
 
 import typing
@@ -9,14 +11,18 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from graphacc.errors import LoopError
+from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import managed
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.tape import Tape
+
+
+class NotRecorded(Exception):
+    """A call that cannot be part of a recording; the message says why."""
+
 
 _READS_VALUE = frozenset(
     {
@@ -44,6 +50,18 @@ _READS_VALUE = frozenset(
 )
 
 
+_NEEDS_AUTOGRAD = frozenset(
+    {
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.retain_grad,
+        Tensor.requires_grad.__set__,
+        torch.autograd.grad,
+    }
+)
+"""Functions that work on autograd's own graph."""
+
+
 class Promise(Tensor):
     """A tensor whose value a tape holds, or will hold once a program has run."""
 
@@ -54,13 +72,23 @@ class Promise(Tensor):
     def __new__(cls, tape: "Tape", index: int):
         fake = tape.values[index]
         self = Tensor._make_wrapper_subclass(cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device)
-        self.tape = tape
-        self.index = index
-        tape.promises[index] = weakref.ref(self)
+        self.bind(tape, index)
         return self
 
     def __init__(self, tape: "Tape", index: int):
         super().__init__()
+
+    def bind(self, tape: "Tape", index: int) -> None:
+        """Stand for a value of `tape`."""
+        self.tape = tape
+        self.index = index
+        tape.promises[index] = weakref.ref(self)
+
+    @property
+    def requires_gradient(self) -> bool:
+        """Whether a gradient flows back from here into an open recording."""
+        tape = self.tape
+        return not tape.closed and tape.backward_at is None and tape.values[self.index].requires_grad
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -68,82 +96,86 @@ class Promise(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = _to_values(args, kwargs or {})
+        args, kwargs = to_values(args, kwargs or {})
         return func(*args, **kwargs)
 
 
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
     leaves = pytree.tree_leaves((args, kwargs))
-    tape = open_tape(leaves)
-    if tape is None:
-        return _run_on_values(func, args, kwargs)
-    if func is Tensor.backward:
-        return tape.backward(*args, **kwargs)
+    tapes = open_tapes(leaves)
+    if not tapes:
+        if func is Tensor.backward:
+            _check_way_back(args[0])
+        return run_on_values(func, args, kwargs)
+    if tapes[-1].engine.capturing:
+        raise CaptureError(f"the model's code reads a result of an earlier call ({getattr(func, '__name__', func)}) that no attribute of a module holds")
     if func in _READS_VALUE:
-        return _run_on_values(func, args, kwargs)
+        return run_on_values(func, args, kwargs)
+    if func is Tensor.grad.__get__:
+        return None  # a result of the model, whose gradient nobody asked to keep
     try:
-        return tape.record(func, args, kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        result = _run_on_values(func, args, kwargs)
-        if not (torch.is_grad_enabled() and any(map(_takes_gradient, leaves))):
-            return result
-        return pytree.tree_map_only(Tensor, lambda value: _without_way_back(value, getattr(func, "__name__", "a function")), result)
+        if func is Tensor.backward:
+            return args[0].tape.backward(*args, **kwargs)
+        return _recording_tape(func, leaves, tapes).record(func, args, kwargs)
+    except NotRecorded as reason:
+        return _by_pytorch(func, args, kwargs, tapes, str(reason))
 
 
-def _takes_gradient(leaf) -> bool:
-    if isinstance(leaf, Promise):
-        return not leaf.tape.closed and leaf.tape.values[leaf.index].requires_grad
-    return managed.handle_of(leaf) is not None and leaf.requires_grad
+def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":
+    """The newest open recording, if no gradient has to flow into another."""
+    if func in _NEEDS_AUTOGRAD:
+        raise NotRecorded("it works on autograd's own graph")
+    tape = tapes[-1]
+    if torch.is_grad_enabled() and any(isinstance(leaf, Promise) and leaf.tape is not tape and leaf.requires_gradient for leaf in leaves):
+        raise NotRecorded("it joins results of calls that were recorded separately")
+    return tape
 
 
-def _without_way_back(value: Tensor, function: str) -> Tensor:
-    """The same values, for logging; a loss that is made of them is an error, since its gradient would be lost."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return value
-    return _NoWayBack.apply(value.detach().requires_grad_(), function)
+def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: str):
+    leaves = pytree.tree_leaves((args, kwargs))
+    flows = torch.is_grad_enabled() and (
+        any(isinstance(leaf, Promise) and leaf.requires_gradient for leaf in leaves)
+        or any(managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves)
+    )
+    writes = managed.writes_by_name(func) and any(isinstance(leaf, Promise) and not leaf.tape.closed for leaf in leaves)
+    if flows or writes or func in _NEEDS_AUTOGRAD or func is Tensor.backward:
+        name = getattr(func, "__name__", "a function")
+        for tape in tapes:
+            tape.engine.run_eagerly(tape, f"{name}: {reason}")
+    return run_on_values(func, args, kwargs)
 
 
-class _NoWayBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: Tensor, function: str) -> Tensor:
-        ctx.function = function
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
+def _check_way_back(loss: Tensor) -> None:
+    if isinstance(loss, Promise) and not loss.tape.is_eager and loss.tape.values[loss.index].requires_grad:
         raise LoopError(
-            f"backward(): the loss was computed with {ctx.function}, whose result or its shape depends on the values of a tensor (x[mask], nonzero, "
-            "lengths), so it is no part of a compiled step. Keep every shape fixed: cross_entropy's ignore_index, "
-            "torch.where(mask, x, 0), or a sum over x * mask divided by mask.sum()"
+            "backward() on a result of a model call whose step has already run: PyTorch frees the graph at the first backward(), too; "
+            "call the model again, or add the losses and call backward() once"
         )
 
 
-def open_tape(leaves: list) -> "Tape | None":
-    """The tape that a function on these leaves is to be recorded on, if there is one."""
-    tapes = {id(leaf.tape): leaf.tape for leaf in leaves if isinstance(leaf, Promise) and not leaf.tape.closed}
-    if len(tapes) > 1:
-        raise LoopError(
-            "an operation mixes results of two model calls that were recorded separately (a backward ran in between): "
-            "read one of them first (.item() or .detach().clone().numpy()), or combine the losses before backward()"
-        )
+def open_tapes(leaves: list) -> "list[Tape]":
+    """The recordings that a function on these leaves may belong to, oldest first."""
+    tapes = {leaf.tape.serial: leaf.tape for leaf in leaves if isinstance(leaf, Promise) and not leaf.tape.closed}
     if tapes:
-        return next(iter(tapes.values()))
+        return [tapes[serial] for serial in sorted(tapes)]
     if not torch.is_grad_enabled():
-        return None
+        return []
     for leaf in leaves:
         handle = managed.handle_of(leaf)
         if handle is not None and handle.engine.records_parameters():
-            return handle.engine.tape
-    return None
+            return [handle.engine.tape]
+    return []
 
 
-def _run_on_values(func, args: tuple, kwargs: dict):
+def run_on_values(func, args: tuple, kwargs: dict):
+    """Let PyTorch run a function on values, which it may write into."""
     managed.prepare(func, args, kwargs)
-    args, kwargs = managed.plain_while_capturing(func, *_to_values(args, kwargs))
+    args, kwargs = managed.plain_while_capturing(func, *to_values(args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The same arguments with values in the place of promises."""
     return pytree.tree_map_only(Promise, lambda promise: promise.tape.value(promise.index), (args, kwargs))

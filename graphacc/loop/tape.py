@@ -7,6 +7,7 @@ batch, labels) are its externals; they become inputs of the captured graph.
 
 import dataclasses
 import enum
+import itertools
 import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphacc._compat.torch_ import storage_users
 from graphacc.errors import LoopError
-from graphacc.loop.managed import handle_of
-from graphacc.loop.promise import Promise
+from graphacc.loop.managed import handle_of, writes_by_name
+from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -55,6 +57,9 @@ class Call:
     result_leaves: tuple  # the flattened result: a Ref for a tensor, the object itself otherwise
     result_spec: pytree.TreeSpec
     grad_enabled: bool  # recorded outside of torch.no_grad()
+    autocast: torch.dtype | None  # the dtype of the torch.autocast around it
+    writes: tuple[int, ...] = ()  # values that it writes into
+    replaces: int | None = None  # the leaf, a number of an earlier step, that it adds to: from now on that is the result
 
 
 class Tape:
@@ -62,6 +67,7 @@ class Tape:
 
     def __init__(self, engine: "Engine", counter: int):
         self.engine = engine
+        self.serial = next(_serials)
         self.counter = counter  # of the random key that every program made from this tape uses
         self.calls: list[Call] = []
         self.values: list[Tensor] = []  # fake tensors
@@ -78,26 +84,50 @@ class Tape:
         self.outputs: list[int] = []  # value indices, other than the loss, that the loop held at backward
         self.has_run = False  # a program gave the loss, the outputs and the gradients
         self.closed = False
+        self.is_eager = False  # its values are ordinary results of PyTorch's autograd
+        self.updates = engine.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
 
     # ---- recording
 
     def record(self, function: Callable, args: tuple, kwargs: dict):
-        """Add a call, unless it neither makes nor changes a tensor; returns its result with promises for tensors."""
-        _refuse_autocast(function)
+        """Add a call, unless it neither makes nor changes a tensor; returns its result with promises for tensors.
+
+        Raises:
+            NotRecorded: the call cannot be part of the recording, which is as it was before.
+        """
+        counts = len(self.externals), len(self.values)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
-        remembered = self._remembered(function, refs, spec)
-        if remembered is None:
-            call = self._infer(function, refs, spec)
-            if isinstance(call, _Plain):
-                return call.result
-        else:
-            call = remembered
+        try:
+            refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
+            remembered = self._remembered(function, refs, spec, leaves)
+            call = self._infer(function, refs, spec, leaves) if remembered is None else remembered
+        except BaseException:
+            self._forget(*counts)
+            raise
+        if isinstance(call, _Plain):
+            self._forget(*counts)
+            return call.result
+        if remembered is not None:
             self.values.extend(self.engine.template.values[len(self.values) : max(call.results, default=-1) + 1])
         self.calls.append(call)
+        self._forget_overwritten(call)
+        if call.replaces is not None:
+            leaves[call.replaces].bind(self, call.results[0])
         results = [self.promise(leaf.index) if isinstance(leaf, Ref) else leaf for leaf in call.result_leaves]
         return pytree.tree_unflatten(results, call.result_spec)
+
+    def _forget(self, num_externals: int, num_values: int) -> None:
+        """Take back what a call that is not recorded had added."""
+        del self.values[num_values:]
+        for held in (self.externals, self.sources, self.external_paths, self.external_versions):
+            del held[num_externals:]
+
+    def _forget_overwritten(self, call: Call) -> None:
+        """Values that were read before the call wrote into their memory have to be computed again."""
+        memory = {_memory(self.values[index]) for index in call.writes}
+        for index in [i for i in self._concrete if memory and _memory(self.values[i]) in memory]:
+            del self._concrete[index]
 
     def promise(self, index: int) -> Promise:
         """The promise of a value: the living one if the loop holds it, else a new one."""
@@ -110,46 +140,53 @@ class Tape:
         return len(self.values) - 1
 
     def _to_ref(self, leaf, function: Callable, args: tuple, kwargs: dict):
+        original = leaf
         if isinstance(leaf, Promise):
             if leaf.tape is self:
                 return Ref(leaf.index)
             leaf = leaf.tape.value(leaf.index)
         if not isinstance(leaf, Tensor):
-            return _static(leaf, function, args, kwargs)
+            if not (_is_static(leaf) or callable(leaf)):
+                raise NotRecorded(f"{self._path(leaf, function, args, kwargs)} is a {type(leaf).__name__}, which a compiled program cannot see into")
+            return leaf
         if (handle := handle_of(leaf)) is not None:
-            if handle.engine is not self.engine:
-                raise LoopError(f"parameter {handle.name!r} belongs to another compiled model: compile one module that holds both")
-            return Param(handle.name)
-        path = f"{_name(function)}.{_path_of(leaf, args, kwargs)}"
+            if handle.engine is self.engine:
+                return Param(handle.name)
+            leaf = handle.engine.host_tensor(handle)
+        path = self._path(original, function, args, kwargs)
+        if leaf.layout is not torch.strided:
+            raise NotRecorded(f"{path} is a {str(leaf.layout).removeprefix('torch.')} tensor")
         if leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None:
-            raise LoopError(
-                f"{path}: a tensor of shape {list(leaf.shape)} requires grad but belongs to no compiled module, so its gradient "
-                "would be lost: compile one module that holds it, or detach() it. If it was computed from the model with a shape that "
-                "depends on values, such as x[mask], keep the shape fixed: ignore_index, torch.where(mask, x, 0), or x * mask"
-            )
+            raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
         for index, known in enumerate(self.sources):
             if known is leaf:
                 return External(index)
         path = f"{len(self.calls)}.{path}" if self.calls else path
+        path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
         self.sources.append(leaf)
         self.externals.append(self.engine.programs.stand_in(path, leaf) if self.backward_at is None else leaf)
-        self.external_versions.append(leaf._version)
+        self.external_versions.append(_version(leaf))
         self.external_paths.append(path)
         return External(len(self.externals) - 1)
 
-    def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> Call | None:
+    def _path(self, leaf: object, function: Callable, args: tuple, kwargs: dict) -> str:
+        """What an argument is called in messages and in ``batch_dims``, such as ``model.kwargs['labels']``."""
+        if not self.engine.is_model(function):
+            return f"{_name(function)}.{_path_of(leaf, args, kwargs)}"
+        inputs, args, kwargs = args
+        return next((label for label, value in inputs.items() if value is leaf), None) or f"model.{_path_of(leaf, args, kwargs)}"
+
+    def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         """The call at this place of the last tape, if all calls so far, and this one, were the same there."""
         template = self.engine.template
         place = len(self.calls)
         if template is None or template is self or place >= len(template.calls) or not self._follows(template):
             return None
         call = template.calls[place]
-        if call.grad_enabled != torch.is_grad_enabled() or call.function != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
+        if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.function != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
             return None
-        same = all(
-            self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External)
-        )
-        return call if same else None
+        same = all(self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External))
+        return call if same and (call.replaces is None or _is_total(given[call.replaces], self)) else None
 
     def _follows(self, template: "Tape") -> bool:
         if self.backward_at is not None and self.backward_at != template.backward_at:
@@ -163,7 +200,7 @@ class Tape:
             LoopError: it was written in place since.
         """
         tensor = self.sources[index]
-        if tensor._version != self.external_versions[index]:
+        if _version(tensor) != self.external_versions[index]:
             raise LoopError(
                 f"{self.external_paths[index]} was written in place between its use and optimizer.step(), where the compiled step reads it: "
                 "fill the next batch into it after the step, or pass a copy (.clone())"
@@ -174,16 +211,24 @@ class Tape:
         tensor = self.externals[index]
         return tuple(tensor.shape), tensor.dtype
 
-    def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> "Call | _Plain":
+    def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> "Call | _Plain":
         """Run the call on fake tensors."""
         fakes = [self.engine.fake(self._resolve(ref)) if isinstance(ref, (Ref, External, Param)) else ref for ref in refs]
-        versions = [fake._version for fake in fakes if isinstance(fake, Tensor)]
+        versions = [_version(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         result = self.engine.run_fake(function, args, kwargs)
         leaves, result_spec = pytree.tree_flatten(result)
-        mutated = versions != [fake._version for fake in fakes if isinstance(fake, Tensor)]
-        if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
-            return _Plain(result)
+        written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
+        if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+            if all(leaf is not None and _is_static(leaf) for leaf in leaves):
+                return _Plain(result)
+        if not self.engine.is_model(function):
+            makes = written or any(isinstance(leaf, Tensor) for leaf in leaves)
+            if not makes or not all(isinstance(leaf, Tensor) or _is_static(leaf) for leaf in leaves):
+                raise NotRecorded("it is called for what it does, not for a tensor that it returns")
+            if torch.is_inference_mode_enabled() and writes_by_name(function):
+                raise NotRecorded("it writes under torch.inference_mode")
+        replaces = self._check_writes(refs, given, fakes, written, leaves)
         by_id = {id(fake): i for i, fake in enumerate(self.values)}
         result_leaves, indices = [], []
         for leaf in leaves:
@@ -192,10 +237,42 @@ class Tape:
                 by_id[id(leaf)] = index
                 indices.append(index)
                 leaf = Ref(index)
-            elif not isinstance(leaf, _STATIC):
+            elif not _is_static(leaf):
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
-        return Call(function, refs, spec, tuple(indices), tuple(result_leaves), result_spec, torch.is_grad_enabled())
+        return Call(
+            function=function,
+            leaves=refs,
+            spec=spec,
+            results=tuple(indices),
+            result_leaves=tuple(result_leaves),
+            result_spec=result_spec,
+            grad_enabled=torch.is_grad_enabled(),
+            autocast=autocast_dtype(),
+            writes=tuple(refs[i].index for i in written if isinstance(refs[i], Ref)),
+            replaces=replaces,
+        )
+
+    def _check_writes(
+        self, refs: tuple, given: Sequence, fakes: Sequence, written: Sequence[int], results: Sequence
+    ) -> int | None:
+        """The leaf that the result replaces, if any.
+
+        Raises:
+            NotRecorded: the call writes into memory that is not the recording's own.
+        """
+        after = self.backward_at is not None
+        outside = [i for i in written if not isinstance(refs[i], Ref) or (after and self._is_forward(refs[i].index))]
+        if not outside:
+            return None
+        index = outside[0]
+        if len(outside) == 1 and _is_total(given[index], self) and results and results[0] is fakes[index] and not results[0].requires_grad:
+            return index
+        raise NotRecorded(f"it writes into a tensor of shape {list(fakes[index].shape)} that is not part of the recording")
+
+    def _is_forward(self, index: int) -> bool:
+        """Whether a value was made before backward."""
+        return any(index in call.results for call in self.forward_calls)
 
     def _resolve(self, ref: "Ref | External | Param") -> "Tensor | Param":
         if isinstance(ref, Ref):
@@ -205,21 +282,20 @@ class Tape:
     # ---- backward and values
 
     def backward(self, loss: Promise, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-        """Record ``loss.backward()``."""
+        """Record ``loss.backward()``.
+
+        Raises:
+            NotRecorded: it is not the one plain backward that a recording may have.
+        """
         fake = self.values[loss.index]
-        if self.backward_at is not None:
-            raise LoopError(
-                "backward() was called twice on the results of one model call; add the losses and call backward() once, or call the model again"
-            )
-        if fake.numel() != 1 or gradient is not None:
-            raise LoopError(f"backward() needs a scalar loss, got shape {list(fake.shape)}: reduce it with .mean() or .sum() first")
         if not fake.requires_grad:
             raise LoopError("backward(): the loss does not depend on any parameter that requires grad")
-        if create_graph or retain_graph or inputs is not None:
-            raise LoopError(
-                "backward(create_graph=, retain_graph= or inputs=) cannot be recorded: higher-order gradients and a second backward are not "
-                "supported by the compiled loop; call plain loss.backward()"
-            )
+        if fake.numel() != 1 and gradient is None:
+            raise LoopError(f"backward() needs a scalar loss, got shape {list(fake.shape)}: reduce it with .mean() or .sum() first")
+        if self.backward_at is not None:
+            raise NotRecorded("it is the second backward() of one recording")
+        if gradient is not None or create_graph or retain_graph or inputs is not None:
+            raise NotRecorded("it has arguments (gradient, retain_graph, create_graph or inputs)")
         self.loss = loss.index
         self.backward_at = len(self.calls)
         self.engine.backward(self)
@@ -264,13 +340,17 @@ class Tape:
                 return externals[leaf.index]
             return named[leaf.name] if isinstance(leaf, Param) else leaf
 
-        for call in calls:
+        for call in tuple(calls):
             args, kwargs = pytree.tree_unflatten([resolve(leaf) for leaf in call.leaves], call.spec)
-            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast):
                 result = call.function(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
             env.update(zip(call.results, tensors))
+
+    def reads(self, call: Call) -> set[int]:
+        """The values that a call reads."""
+        return {leaf.index for leaf in call.leaves if isinstance(leaf, Ref)}
 
     @property
     def forward_calls(self) -> list[Call]:
@@ -284,7 +364,7 @@ class Tape:
         """Hashable identity of recorded calls, with the shapes and dtypes of the externals that they use."""
         used = sorted({leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, External)})
         return (
-            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled) for call in calls),
+            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast) for call in calls),
             tuple((index, *self.external_key(index)) for index in used),
         )
 
@@ -296,12 +376,30 @@ class _Plain:
     result: object
 
 
-def _refuse_autocast(function: Callable) -> None:
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise LoopError(
-            f"{_name(function)} runs under torch.autocast, which a compiled step does not see: leave autocast out, and give "
-            'graphacc.compile precision="bf16" to compute in bf16 with fp32 parameters'
-        )
+_serials = itertools.count()
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype of the torch.autocast around the caller, which scripts write for CUDA or for the CPU; None outside of one."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
+def _is_total(value: object, tape: Tape) -> bool:
+    """Whether a value is a number of an earlier step that nothing else refers to, as ``total`` in ``total += loss.detach()``."""
+    if not isinstance(value, Promise) or value.tape is tape or value.dim() != 0:
+        return False
+    return storage_users(value.tape.value(value.index)) == 1
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory(fake: Tensor) -> int:
+    return fake.untyped_storage()._cdata
 
 
 def _name(function: Callable) -> str:
@@ -321,13 +419,8 @@ _STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 """Types of arguments and results that are part of a program's identity."""
 
 
-def _static(leaf, function: Callable, args: tuple, kwargs: dict):
-    if isinstance(leaf, _STATIC) or leaf is Ellipsis or callable(leaf):
-        return leaf
-    raise LoopError(
-        f"{_name(function)}.{_path_of(leaf, args, kwargs)} is a {type(leaf).__name__}, whose tensors, if it has any, a compiled program cannot see: "
-        "pass tensors in tuples, lists or dicts; to generate text with a cache, use an uncompiled copy, copy.deepcopy(model)"
-    )
+def _is_static(leaf: object) -> bool:
+    return isinstance(leaf, _STATIC) or leaf is Ellipsis
 
 
 class Opaque:

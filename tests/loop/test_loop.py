@@ -553,37 +553,17 @@ def test_a_batch_written_before_the_step_is_refused():
         optimizer.step()
 
 
-def test_a_parameter_written_before_the_step_is_refused():
+def test_a_parameter_written_before_backward_is_refused():
+    """PyTorch computes with the new value in part, or raises."""
     model = compiled(Net(), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (x, y), = data(1)
     loss = F.cross_entropy(model(x), y)
-    loss.backward()
     with torch.no_grad():
         model.first.weight.clamp_(-0.1, 0.1)
     with pytest.raises(graphacc.LoopError, match="'first.weight' was written between"):
+        loss.backward()
         optimizer.step()
-
-
-def test_autocast_is_refused():
-    model = compiled(Net(), None)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(graphacc.LoopError, match='precision="bf16"'):
-        model(data(1)[0][0])
-
-
-def test_closures_are_refused():
-    model = compiled(Net(), None)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(graphacc.LoopError, match="closure"):
-        optimizer.step(lambda: None)
-
-
-def test_other_parameters_are_refused():
-    model = compiled(Net(), None)
-    other = nn.Linear(CLASSES, 2)
-    (x, y), = data(1)
-    with pytest.raises(graphacc.LoopError, match="compile one module that holds it"):
-        other(model(x))
 
 
 def test_compiling_twice_is_refused():

@@ -1,0 +1,482 @@
+"""Guards: the Python state that a capture of the model has read, checked at every call, as torch.compile's guards are.
+
+While the model runs on fake tensors, reads of attributes of its modules, and of other objects that they lead to, are noted; so are the
+global and closed-over values that the functions use which are read there. A change of one of them asks for another capture. Numbers that
+keep changing, and tensors that modules hold besides their parameters and buffers, become inputs of the program instead. What the forward
+itself writes to its modules is written after every call; other side effects cannot be part of a program.
+"""
+
+import builtins
+import contextlib
+import dataclasses
+import enum
+import functools
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from graphacc._compat.torch_ import patched
+from graphacc.capture.diagnose import Passing
+from graphacc.capture.source import is_user_file
+from graphacc.errors import CaptureError
+
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+_CONTAINERS = (list, dict, set, tuple, frozenset)
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+MISSING = object()
+_DEPTH = 3  # of containers in containers, and of functions that call functions
+
+
+def snapshot(value: object, depth: int = _DEPTH) -> Hashable:
+    """A hashable value that is equal where a capture would read the same."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, slice):
+        return "slice", value.start, value.stop, value.step
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value) if isinstance(value, float) else value  # repr: NaN equals itself, 0.0 is not -0.0
+    if isinstance(value, _CONTAINERS) and depth:
+        items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
+        return type(value), len(value), tuple((snapshot(key, depth - 1), snapshot(item, depth - 1)) for key, item in items)
+    return _Same(value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """An object that is equal to itself alone; it is kept alive, so that no other gets its id."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Place:
+    """Names in one dict (of a module, an object, or of global variables) whose values were read."""
+
+    def __init__(self, owner: object, table: Mapping[str, object], label: str):
+        self.owner = owner  # kept alive
+        self.table = table
+        self.label = label
+        self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
+        self.mutable: list[str] = []  # names whose values can change in place
+        self._values: tuple = ()
+        self._read: Callable = lambda table: ()
+
+    def note(self, name: str, value: object) -> bool:
+        """Guard a name; returns whether it is new."""
+        if name in self.names:
+            return False
+        self.names[name] = snapshot(value)
+        if isinstance(value, (*_CONTAINERS, Tensor)):
+            self.mutable.append(name)
+        self._refresh()
+        return True
+
+    def drop(self, name: str) -> None:
+        if self.names.pop(name, None) is not None:
+            self.mutable = [other for other in self.mutable if other != name]
+            self._refresh()
+
+    def _refresh(self) -> None:
+        names = list(self.names)
+        self._read = operator.itemgetter(*names) if len(names) > 1 else lambda table: tuple(table[name] for name in names)
+        self._values = tuple(self.table.get(name, MISSING) for name in names)
+
+    def unchanged(self) -> bool:
+        """Whether every value is the one that was read, quickly."""
+        try:
+            same = all(map(operator.is_, self._read(self.table), self._values))
+        except KeyError:
+            return False
+        return same and all(snapshot(self.table[name]) == self.names[name] for name in self.mutable)
+
+    def changes(self) -> list[tuple[str, Hashable, Hashable]]:
+        """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
+        now = {name: snapshot(self.table[name]) if name in self.table else MISSING for name in self.names}
+        found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
+        self.names = now
+        self.mutable = [name for name in now if isinstance(self.table.get(name), (*_CONTAINERS, Tensor))]
+        self._refresh()
+        return found
+
+
+class _Cells(dict):
+    """The variables that a function has from around it, as a dict."""
+
+    def __init__(self, function: types.FunctionType):
+        super().__init__()
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._cells
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._cells[name].cell_contents = value
+
+
+class Guards:
+    """What captures of one model have read.
+
+    Args:
+        model: its modules' classes are looked into while `noting`, and are as they were before at other times.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.tensors: dict[str, None] = {}  # "<module>.<attribute>" of tensors that are inputs of the model's program
+        self.numbers: dict[str, None] = {}  # the same of numbers
+        self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
+        self._labels: dict[str, tuple[nn.Module, str]] = {}
+        self._places: dict[int, _Place] = {}
+        self._functions: set[types.CodeType] = set()
+        self._keys: dict[tuple, int] = {}
+        self._token = 0
+        self._noted: list[tuple[_Place, str, object, object]] = []  # (place, name, value, copy of a container), in this run
+
+    # ---- checking
+
+    def token(self) -> tuple[int, list[str]]:
+        """A number that is equal where all that was read is, and what changed since the last time."""
+        if all(place.unchanged() for place in self._places.values()):
+            return self._token, []
+        changed = [(place, change) for place in list(self._places.values()) for change in place.changes()]
+        if not changed:
+            return self._token, []
+        for place, (name, before, after) in changed:
+            label = f"{place.label}.{name}"
+            if isinstance(place.owner, nn.Module) and self._is_number(before) and self._is_number(after) and label not in self.fixed:
+                self.numbers[label] = None
+                self._labels[label] = place.owner, name
+                place.drop(name)
+        key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
+        self._token = self._keys.setdefault(key, len(self._keys) + 1)
+        return self._token, [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
+
+    @staticmethod
+    def _is_number(found: Hashable) -> bool:
+        return isinstance(found, tuple) and found[0] is float
+
+    def fix(self, label: str) -> None:
+        """A number cannot be an input: every value of it needs a program of its own."""
+        module, name = self._labels[label]
+        self.numbers.pop(label)
+        self.fixed.add(label)
+        self._place(module, vars(module), label.rpartition(".")[0]).note(name, vars(module).get(name))
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The present values of what became an input."""
+        found = {label: self._value(label) for label in self.tensors}
+        found = {label: value for label, value in found.items() if isinstance(value, Tensor)}
+        return found | {label: torch.tensor(float(self._value(label)), dtype=torch.float64) for label in self.numbers}
+
+    def _value(self, label: str) -> object:
+        module, name = self._labels[label]
+        return vars(module).get(name)
+
+    @contextlib.contextmanager
+    def given(self, values: Mapping[str, object], written: tuple[str, ...] = ()) -> Iterator[None]:
+        """The modules hold `values` inside; these attributes, and those named in `written`, are as before afterwards."""
+        before = self.present((*values, *written))
+        self.write(values)
+        try:
+            yield
+        finally:
+            self.write(before)
+
+    def write(self, values: Mapping[str, object]) -> None:
+        """Set attributes of modules, by label."""
+        for label, value in values.items():
+            module, name = self._find(label)
+            if value is MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+    def read(self, labels: tuple[str, ...]) -> dict[str, Tensor]:
+        """The present values of attributes of modules."""
+        return {label: vars(module)[name] for label in labels for module, name in [self._find(label)]}
+
+    def present(self, labels: Iterable[str]) -> dict[str, object]:
+        """What attributes hold now, `MISSING` where there is none."""
+        return {label: vars(module).get(name, MISSING) for label in labels for module, name in [self._find(label)]}
+
+    def _find(self, label: str) -> tuple[nn.Module, str]:
+        if label not in self._labels:
+            path, _, name = label.rpartition(".")
+            self._labels[label] = self.model.get_submodule(path.partition(".")[2]), name
+        return self._labels[label]
+
+    # ---- noting
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is read inside.
+
+        Raises:
+            CaptureError: the code inside changed Python state other than attributes of the model's modules, which is restored.
+        """
+        paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
+        self._noted = []
+        with contextlib.ExitStack() as stack:
+            self._watch_class(stack, nn.Module, paths)
+            try:
+                yield
+            finally:
+                changed = self._restore_others()
+        if changed:
+            raise CaptureError(
+                f"the forward, or a hook in it, changes {', '.join(changed)}, which a compiled program does not do again in every step: "
+                "return what is to be kept, or register it as a buffer"
+            )
+
+    def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str]) -> None:
+        original = cls.__getattribute__
+        watched: set[type] = {cls}
+
+        def look(owner: object, name: str) -> object:
+            value = original(owner, name)
+            if name in _TABLES or (name.startswith("__") and name.endswith("__")):
+                return value
+            label = paths.get(id(owner))
+            if label is None and isinstance(owner, nn.Module):
+                return value  # a module of another model
+            return self._note_attribute(owner, name, value, label or type(owner).__name__, watch)
+
+        def watch(owner: object) -> None:
+            found = type(owner)
+            if found not in watched and not isinstance(owner, (nn.Module, Tensor)) and is_user_class(found):
+                watched.add(found)
+                self._watch_class(stack, found, paths)
+
+        stack.enter_context(patched(cls, __getattribute__=look))
+
+    def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
+        table = getattr_plain(owner)
+        if isinstance(value, types.MethodType):
+            self._note_function(value.__func__, _DEPTH, watch)
+            return value
+        if table is None or name not in table:
+            cls = next((base for base in type(owner).__mro__ if name in vars(base)), None)
+            if cls is not None and isinstance(value, (*_PLAIN, *_CONTAINERS)) and vars(cls)[name] is value and is_user_class(cls):
+                self._note(cls, vars(cls), cls.__name__, name, value)
+            return value
+        if isinstance(owner, nn.Module) and isinstance(value, Tensor):
+            key = f"{label}.{name}"
+            if key not in self.tensors:
+                self.tensors[key] = None
+                self._labels[key] = owner, name
+                raise NewInput(key)
+            return value
+        if f"{label}.{name}" not in self.numbers:
+            self._note(owner, table, label, name, value)
+        self._follow(value, _DEPTH, watch)
+        return _with_observers_named(value, self._noted) if name in _HOOKS and value else value
+
+    def _note(self, owner: object, table: Mapping[str, object], label: str, name: str, value: object) -> None:
+        place = self._place(owner, table, label)
+        place.note(name, value)
+        self._noted.append((place, name, value, type(value)(value) if type(value) in (list, dict, set) else None))
+
+    def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
+        key = id(owner)
+        if key not in self._places:
+            self._places[key] = _Place(owner, table, label)
+        return self._places[key]
+
+    def _follow(self, value: object, depth: int, watch: Callable) -> None:
+        """Look into what a value leads to: the code of functions, the elements of containers, other objects."""
+        if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+            return
+        if isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, types.MethodType):
+            self._follow(value.__self__, depth - 1, watch)
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            self._note_function(value, depth, watch)
+        elif isinstance(value, _CONTAINERS):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._follow(item, depth - 1, watch)
+        elif not isinstance(value, types.ModuleType):
+            watch(value)
+
+    def _note_function(self, function: types.FunctionType, depth: int, watch: Callable) -> None:
+        """Guard the global and closed-over values that a function of the user uses."""
+        function = getattr(function, "__wrapped__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or not is_user_file(code.co_filename):
+            return
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            with contextlib.suppress(ValueError):
+                self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch)
+        if code in self._functions:
+            return
+        self._functions.add(code)
+        names = _names_of(code)
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if isinstance(value, types.ModuleType):
+                self._note_module(value, names, depth, watch)
+            else:
+                self._note_variable(function.__globals__, function.__globals__, function.__module__, name, value, depth, watch)
+
+    def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable) -> None:
+        if isinstance(value, (*_PLAIN, *_CONTAINERS)) and not isinstance(value, type):
+            self._note(owner, table, str(label), name, value)
+        elif callable(value) or not isinstance(value, Tensor):
+            if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                self._note(owner, table, str(label), name, value)
+            self._follow(value, depth - 1, watch)
+
+    def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
+        if is_user_file(getattr(module, "__file__", None) or "<builtin>"):
+            for name in names & vars(module).keys():
+                self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch)
+
+    def _restore_others(self) -> list[str]:
+        """Names of what changed that is not an attribute of a module; it has its old value again."""
+        changed = []
+        for place, name, value, copy in self._noted:
+            if isinstance(place, str):
+                changed.append(f"something outside of the model ({place} returns None)")
+                continue
+            now = place.table.get(name, MISSING)
+            if copy is not None and snapshot(copy) != snapshot(value):
+                _refill(value, copy)
+                changed.append(f"{place.label}.{name}")
+            elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
+                with contextlib.suppress(TypeError):
+                    place.table[name] = value
+                changed.append(f"{place.label}.{name}")
+        self._noted = []
+        return list(dict.fromkeys(changed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a call of the model leaves in attributes of its modules, by label."""
+
+    tensors: tuple[str, ...] = ()  # results of the program
+    others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
+    before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
+
+
+class Structure:
+    """The modules of a model, and which tensors they hold as parameters and buffers."""
+
+    def __init__(self, model: nn.Module):
+        self.modules = list(model.modules())
+        tables = [vars(module)[table] for module in self.modules for table in ("_modules", "_parameters", "_buffers")]
+        self._held = [(table, tuple(table.values())) for table in tables]
+
+    def is_current(self) -> bool:
+        """Whether all of them are still there, and nothing else is."""
+        return all(len(table) == len(held) and all(map(operator.is_, table.values(), held)) for table, held in self._held)
+
+
+def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapping[str, object]) -> dict[str, object]:
+    """Label -> new value of the attributes of modules that are not as they were `before`, nor as they were `given`.
+
+    Raises:
+        CaptureError: the new value is neither a tensor nor a plain value.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        prefix = f"model.{path}." if path else "model."
+        for name, value in vars(module).items():
+            label = prefix + name
+            if name in _TABLES or value is before[path].get(name, MISSING) or value is given.get(label, MISSING):
+                continue
+            old = before[path].get(name, MISSING)
+            if isinstance(value, (*_PLAIN, Tensor)):
+                if isinstance(value, Tensor) or snapshot(value) != snapshot(old):
+                    found[label] = value
+            elif old is MISSING or snapshot(value) != snapshot(old):
+                raise CaptureError(
+                    f"the forward sets {label} to a new {type(value).__name__}, which a compiled program does not do in every step: "
+                    "keep tensors and numbers in attributes of their own, or return them"
+                )
+    return found
+
+
+class NewInput(Passing):
+    """A tensor that a module holds was read: it has to be an input of the program."""
+
+
+def getattr_plain(owner: object) -> dict | None:
+    """The dict of an object's attributes."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """The global names and attributes in a function's code, and in that of functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
+
+
+def is_user_class(cls: type) -> bool:
+    if cls.__module__ == builtins.__name__ or not cls.__flags__ & (1 << 9):  # a type that Python code made
+        return False
+    functions = (value for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    first = next(functions, None)
+    return first is not None and (is_user_file(first.__code__.co_filename) or first.__code__.co_filename == "<string>")
+
+
+def _with_observers_named(hooks: Mapping, noted: list) -> Mapping:
+    """The same hooks; one that returns None only observes, which a program cannot do for it."""
+
+    def named(hook: Callable) -> Callable:
+        code = getattr(hook, "__code__", None)
+        if code is None or not is_user_file(code.co_filename):
+            return hook
+
+        @functools.wraps(hook)
+        def run(*args, **kwargs):
+            result = hook(*args, **kwargs)
+            if result is None:
+                noted.append((f"the hook {code.co_name} in {code.co_filename}, line {code.co_firstlineno},", "", None, None))
+            return result
+
+        return run
+
+    return type(hooks)((key, named(hook)) for key, hook in hooks.items())
+
+
+def _refill(container: list | dict | set, content: list | dict | set) -> None:
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _text(found: Hashable) -> str:
+    if found is MISSING:
+        return "nothing"
+    return str(found[1]) if isinstance(found, tuple) and len(found) == 2 else "another value"
+
+
+__all__ = ["MISSING", "Guards", "NewInput", "Structure", "Written", "attributes_written", "snapshot"]

@@ -1,0 +1,892 @@
+"""Ordinary loops, as people write them: each gives PyTorch's result, compiled where the recording can follow and by PyTorch elsewhere."""
+
+import contextlib
+import copy
+import io
+import pickle
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import relative_error
+from torch import nn
+from training import compiled
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.0)
+        self.second = nn.Linear(8, 3)
+        self.scale = 1.0
+        self.shapes = []
+
+    def forward(self, x):
+        return self.second(self.drop(torch.tanh(self.first(x)))) * self.scale
+
+    def encode(self, x):
+        return torch.tanh(self.first(x))
+
+    def loss_of(self, x, y):
+        return F.cross_entropy(self.second(self.encode(x)), y)
+
+
+def data(steps=STEPS, rows=8):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)) for _ in range(steps)]
+
+
+def sgd(model, lr=0.5, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def loop(step, make_optimizer=sgd, steps=STEPS, before=None):
+    """A loop whose body is ``step(model, optimizer, x, y, i) -> loss``."""
+
+    def run(model):
+        if before is not None:
+            before(model)
+        optimizer, losses = make_optimizer(model), []
+        for i, (x, y) in enumerate(data(steps)):
+            losses.append(step(model, optimizer, x, y, i))
+        return [loss.item() if isinstance(loss, torch.Tensor) else loss for loss in losses]
+
+    run.__name__ = step.__name__
+    return run
+
+
+def trained(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+# ---- parameters used in other ways than model(...)
+
+
+def forward_method(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m.forward(x), y))
+
+
+def submodules(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m.second(torch.tanh(m.first(x))), y))
+
+
+def another_method(m, o, x, y, i):
+    return trained(o, m.loss_of(x, y))
+
+
+def functional_use(m, o, x, y, i):
+    hidden = torch.tanh(x @ m.first.weight.T + m.first.bias)
+    return trained(o, F.cross_entropy(F.linear(hidden, m.second.weight, m.second.bias), y))
+
+
+def model_and_submodule(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m(x), y) + m.encode(x).pow(2).mean())
+
+
+def submodule_then_model(m, o, x, y, i):
+    penalty = m.encode(x).pow(2).mean()
+    return trained(o, F.cross_entropy(m(x), y) + penalty)
+
+
+def alternating_ways(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m(x) if i % 2 else m.forward(x), y))
+
+
+def functional_call(m, o, x, y, i):
+    return trained(o, F.cross_entropy(torch.func.functional_call(m, dict(m.named_parameters()), (x,)), y))
+
+
+# ---- gradients and autograd
+
+
+def scaled_gradients(m, o, x, y, i):
+    scaler = m.__dict__.setdefault("_scaler", torch.amp.GradScaler("cpu", init_scale=256.0))
+    loss = F.cross_entropy(m(x), y)
+    o.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(o)
+    scaler.update()
+    return loss
+
+
+def scaled_and_clipped(m, o, x, y, i):
+    scaler = m.__dict__.setdefault("_scaler", torch.amp.GradScaler("cpu", init_scale=256.0))
+    loss = F.cross_entropy(m(x), y)
+    o.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(o)
+    nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    scaler.step(o)
+    scaler.update()
+    return loss
+
+
+def infinite_loss_is_skipped(m, o, x, y, i):
+    scaler = m.__dict__.setdefault("_scaler", torch.amp.GradScaler("cpu", init_scale=256.0))
+    loss = F.cross_entropy(m(x), y) * (float("inf") if i == 1 else 1.0)
+    o.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(o)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def manual_data_assignment(m, o, x, y, i):
+    m.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    for p in m.parameters():
+        p.data = p.data - 0.5 * p.grad
+    return loss
+
+
+def manual_data_add_after_reading(m, o, x, y, i):
+    m.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.item()
+    loss.backward()
+    for p in m.parameters():
+        p.data.add_(-0.5 * p.grad)
+    return loss
+
+
+def manual_no_grad_update(m, o, x, y, i):
+    m.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    with torch.no_grad():
+        for p in m.parameters():
+            p -= 0.5 * p.grad
+    return loss
+
+
+def manual_alpha(m, o, x, y, i):
+    m.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    for p in m.parameters():
+        p.data.add_(p.grad, alpha=-0.5)
+    return loss
+
+
+def wasserstein_clamp(m, o, x, y, i):
+    weights = m.__dict__.setdefault("_alias", [p.data for p in m.parameters()])
+    loss = trained(o, F.cross_entropy(m(x), y))
+    for w in weights:
+        w.clamp_(-0.2, 0.2)
+    return loss
+
+
+def alias_is_read(m, o, x, y, i):
+    weight = m.__dict__.setdefault("_alias", m.first.weight.detach())
+    trained(o, F.cross_entropy(m(x), y))
+    return weight.sum().item()
+
+
+def clamped_between_backward_and_step(m, o, x, y, i):
+    o.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    for p in m.parameters():
+        p.data.clamp_(-0.2, 0.2)
+    o.step()
+    return loss
+
+
+def loss_hook(m, o, x, y, i):
+    loss = F.cross_entropy(m(x), y)
+    loss.register_hook(lambda g: g * 0.5)
+    return trained(o, loss)
+
+
+def output_hook(m, o, x, y, i):
+    out = m(x)
+    out.register_hook(lambda g: g * 0.5)
+    return trained(o, F.cross_entropy(out, y))
+
+
+def retained_gradient(m, o, x, y, i):
+    out = m(x)
+    out.retain_grad()
+    trained(o, F.cross_entropy(out, y))
+    return out.grad.abs().sum().item()
+
+
+def gradient_dropped_for_one(m, o, x, y, i):
+    o.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    m.first.weight.grad = None
+    o.step()
+    return loss
+
+
+def gradient_assigned(m, o, x, y, i):
+    loss = F.cross_entropy(m(x), y)
+    for p, g in zip(m.parameters(), torch.autograd.grad(loss, list(m.parameters())), strict=True):
+        p.grad = g
+    o.step()
+    return loss
+
+
+def two_backwards(m, o, x, y, i):
+    o.zero_grad()
+    out = m(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward(retain_graph=True)
+    out.pow(2).mean().backward()
+    o.step()
+    return loss
+
+
+def two_calls_two_backwards(m, o, x, y, i):
+    o.zero_grad()
+    first, second = F.cross_entropy(m(x), y), F.cross_entropy(m(x * 0.5), y)
+    first.backward()
+    second.backward()
+    o.step()
+    return first + second
+
+
+def gradient_penalty(m, o, x, y, i):
+    x = x.clone().requires_grad_()
+    out = m(x)
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return trained(o, F.cross_entropy(out, y) + g.pow(2).sum(1).mean())
+
+
+def input_gradient(m, o, x, y, i):
+    x = x.clone().requires_grad_()
+    trained(o, F.cross_entropy(m(x), y))
+    return x.grad.abs().sum().item()
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def post_accumulate_hook(m, o, x, y, i):
+    if i == 0:
+        m.first.weight.register_post_accumulate_grad_hook(halve)
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def gradient_norm_logged(m, o, x, y, i):
+    o.zero_grad()
+    F.cross_entropy(m(x), y).backward()
+    norm = sum(p.grad.detach().pow(2).sum().item() for p in m.parameters())
+    o.step()
+    return norm
+
+
+def zeroed_and_frozen(m, o, x, y, i):
+    """A zero gradient is one: AdamW decays the parameter."""
+    o.zero_grad(set_to_none=False)
+    m.first.requires_grad_(i % 2 == 0)
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    o.step()
+    return loss
+
+
+def masked_rows(m, o, x, y, i):
+    out = m(x)
+    keep = out.detach().argmax(1) >= 0
+    keep[i] = False
+    return trained(o, F.cross_entropy(out[keep], y[keep]))
+
+
+def decided_by_the_loss(m, o, x, y, i):
+    loss = F.cross_entropy(m(x), y)
+    if loss > 1.0:
+        loss = loss * 2
+    return trained(o, loss)
+
+
+def losses_in_a_buffer(m, o, x, y, i):
+    losses = torch.zeros(2)
+    losses[0] = F.cross_entropy(m(x), y)
+    losses[1] = m(x).pow(2).mean()
+    return trained(o, losses.sum())
+
+
+def sharpness_aware(m, o, x, y, i):
+    o.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    with torch.no_grad():
+        before = [p.clone() for p in m.parameters()]
+        for p in m.parameters():
+            p.add_(p.grad, alpha=0.05)
+    o.zero_grad()
+    F.cross_entropy(m(x), y).backward()
+    with torch.no_grad():
+        for p, old in zip(m.parameters(), before, strict=True):
+            p.copy_(old)
+    o.step()
+    return loss
+
+
+# ---- Python state that changes
+
+
+def attribute_changes(m, o, x, y, i):
+    m.scale = 1.0 + i
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def dropout_probability_changes(m, o, x, y, i):
+    m.drop.p = 1.0 if i >= 2 else 0.0
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def late_forward_hook(m, o, x, y, i):
+    if i == 1:
+        m.__dict__["_hook"] = m.first.register_forward_hook(lambda module, args, out: out * 0.5)
+    if i == 3:
+        m._hook.remove()
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def late_parameter_hook(m, o, x, y, i):
+    if i == 1:
+        m.__dict__["_hook"] = m.first.weight.register_hook(lambda g: g * 0.0)
+    if i == 3:
+        m._hook.remove()
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def hook_that_keeps(m, o, x, y, i):
+    kept = m.__dict__.setdefault("_kept", [])
+    if i == 0:
+        m.first.register_forward_hook(lambda module, args, out: kept.append(out.detach().norm()))
+    trained(o, F.cross_entropy(m(x), y))
+    return [len(kept), float(kept[-1])]
+
+
+def layer_replaced(m, o, x, y, i):
+    if i == 2:
+        torch.manual_seed(5)
+        m.drop = nn.Hardtanh(-0.3, 0.3)
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def schedule_in_the_loss(m, o, x, y, i):
+    out = m(x)
+    return trained(o, F.cross_entropy(out, y) + 0.1 * (i + 1) * out.pow(2).mean())
+
+
+# ---- optimizers
+
+
+class CountingGroups(torch.optim.Optimizer):
+    """Counts its steps in the group, as many optimizers from pip do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / (1 - 0.5 ** group["step"]))
+
+
+class FillsGradients(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 0.5)
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Lion."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr, betas=(0.9, 0.99)))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                a, b = group["betas"]
+                p.add_(state["exp_avg"].clone().mul_(a).add(p.grad, alpha=1 - a).sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(b).add_(p.grad, alpha=1 - b)
+
+
+def plain(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def with_closure(m, o, x, y, i):
+    def closure():
+        o.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        return loss
+
+    return o.step(closure)
+
+
+def state_is_edited(m, o, x, y, i):
+    loss = trained(o, F.cross_entropy(m(x), y))
+    if i == 1:
+        for state in o.state.values():
+            state["exp_avg"].zero_()
+    return loss
+
+
+def state_is_replaced(m, o, x, y, i):
+    import collections
+
+    loss = trained(o, F.cross_entropy(m(x), y))
+    if i == 1:
+        o.state = collections.defaultdict(dict)
+    return loss
+
+
+def state_is_reloaded(m, o, x, y, i):
+    if i == 1:
+        o.load_state_dict(copy.deepcopy(o.state_dict()))
+    return plain(m, o, x, y, i)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def named(name, step, make):
+    def run(m, o, x, y, i):
+        return step(m, o, x, y, i)
+
+    run.__name__ = name
+    return loop(run, make)
+
+
+# ---- values across steps and models
+
+
+def running_total(when):
+    def run(model):
+        optimizer, total = sgd(model), 0.0
+        for x, y in data():
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if when == "before backward":
+                total += (out > 0).float().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if when == "before step":
+                total += loss.detach()
+            if when == "not in place":
+                total = total + loss.detach()
+            optimizer.step()
+            if when == "after step":
+                total += loss.detach()
+        return [float(total)]
+
+    run.__name__ = f"running_total_{when.replace(' ', '_')}"
+    return run
+
+
+def running_total_in_a_tensor(model):
+    optimizer, total, history = sgd(model), torch.zeros(()), torch.zeros(STEPS)
+    for i, (x, y) in enumerate(data()):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        total += loss.detach()
+        history[i] = loss.detach()
+        optimizer.step()
+    return [float(total), *history.tolist()]
+
+
+def metric_in_place(model):
+    optimizer, seen = sgd(model), []
+    for x, y in data():
+        out = model(x)
+        with torch.no_grad():
+            correct = out.argmax(1).eq(y).float().sum(0, keepdim=True)
+            before = correct.item()
+            correct.mul_(100.0 / len(x))
+        seen += [before, correct[0].item()]
+        trained(optimizer, F.cross_entropy(out, y))
+    return seen
+
+
+def losses_kept(model):
+    optimizer, losses = sgd(model), []
+    for x, y in data():
+        losses.append(trained(optimizer, F.cross_entropy(model(x), y)).detach())
+    return [torch.stack(losses).mean().item()]
+
+
+LOOPS = [
+    *map(
+        loop,
+        [
+            forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
+            scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
+            manual_alpha, wasserstein_clamp, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
+            gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook,
+            gradient_norm_logged, masked_rows, decided_by_the_loss, losses_in_a_buffer, sharpness_aware, attribute_changes, dropout_probability_changes,
+            late_forward_hook, late_parameter_hook, hook_that_keeps, layer_replaced, schedule_in_the_loss, with_closure,
+        ],
+    ),
+    loop(zeroed_and_frozen, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1)),
+    loop(state_is_edited, adam),
+    loop(state_is_replaced, adam),
+    loop(state_is_reloaded, adam),
+    named("reloaded_lion", state_is_reloaded, lambda m: SignMomentum(m.parameters(), 0.01)),
+    named("counting_groups", plain, lambda m: CountingGroups(m.parameters(), 0.1)),
+    named("fills_gradients", plain, lambda m: FillsGradients(m.parameters(), 0.1)),
+    named("lbfgs", with_closure, lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)),
+    *map(running_total, ["before backward", "before step", "not in place", "after step"]),
+    running_total_in_a_tensor,
+    metric_in_place,
+    losses_kept,
+]  # fmt: skip
+
+
+def flat(values) -> torch.Tensor:
+    found = []
+    for value in values:
+        found += value if isinstance(value, list) else [value]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def assert_same(run, strategy=None, model=None, **options):
+    torch.manual_seed(0)
+    reference = Net() if model is None else model
+    model = compiled(copy.deepcopy(reference), strategy, **options)
+    expected, got = flat(run(reference)), flat(run(model))
+    assert relative_error(got, expected) < 1e-5, (got, expected)
+    state = model.state_dict()
+    for name, value in reference.state_dict().items():
+        assert relative_error(state[name], value) < 1e-4, name
+    return model
+
+
+@pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
+def test_a_loop_gives_what_plain_pytorch_gives(run):
+    assert_same(run)
+
+
+def test_a_plain_loop_stays_one_program():
+    assert [program.kind for program in assert_same(loop(plain)).programs] == ["step"]
+
+
+@pytest.mark.parametrize("run", [scaled_and_clipped, model_and_submodule, attribute_changes, two_calls_two_backwards, gradient_penalty])
+def test_on_several_devices(run):
+    assert_same(loop(run), "fsdp=2")
+
+
+# ---- what PyTorch runs is said
+
+
+def test_what_pytorch_runs_is_said_once_with_the_line(caplog):
+    model = assert_same(loop(output_hook))
+    messages = [record.getMessage() for record in caplog.records if "runs by PyTorch" in record.getMessage()]
+    assert len(messages) == 1 and "register_hook" in messages[0] and "out.register_hook(lambda g: g * 0.5)" in messages[0]
+    assert "register_hook" in model.explain() and f"{STEPS} times" in model.explain()
+
+
+def test_capture_fx_makes_it_an_error():
+    class Decides(Net):
+        def forward(self, x):
+            out = super().forward(x)
+            return out if out.sum() > 0 else out * 2
+
+    assert_same(loop(plain), model=Decides())
+    from graphacc import CaptureError
+
+    with pytest.raises(CaptureError, match=r"out.sum\(\) > 0"):
+        compiled(Decides(), None, capture="fx")(data()[0][0])
+
+
+# ---- Python state
+
+
+class Annealed(nn.Module):
+    """A weight that the loop changes, and one that stands around the module."""
+
+    weights = {"penalty": 0.1}
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+        self.beta = 0.5
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, y):
+        out = self.first(x)
+        return F.cross_entropy(out, y) * self.beta + self.weights["penalty"] * out.pow(2).mean() * PENALTY
+
+
+PENALTY = 1.0
+
+
+def annealed(m, o, x, y, i):
+    m.beta = 0.5 + 0.1 * i
+    return trained(o, m(x, y))
+
+
+def test_a_number_that_keeps_changing_is_an_input():
+    model = assert_same(loop(annealed, steps=8), model=Annealed())
+    assert len(model.programs) == 2, model.explain()
+
+
+def test_numbers_in_containers_and_globals_are_guarded(monkeypatch):
+    def changed(m, o, x, y, i):
+        monkeypatch.setitem(Annealed.weights, "penalty", 0.1 if i < 2 else 0.7)
+        monkeypatch.setattr(f"{__name__}.PENALTY", 1.0 if i < 3 else 3.0)
+        return trained(o, m(x, y))
+
+    assert_same(loop(changed), model=Annealed())
+
+
+def test_a_number_that_python_needs_recompiles():
+    class Branches(Annealed):
+        def forward(self, x, y):
+            return super().forward(x, y) * (2 if self.beta > 0.65 else 1)
+
+    assert_same(loop(annealed), model=Branches())
+
+
+def test_a_number_in_the_loss_that_keeps_changing_is_an_input():
+    model = assert_same(loop(schedule_in_the_loss, steps=8))
+    assert len(model.programs) <= 2, model.explain()
+
+
+class Remembers(nn.Module):
+    """Tensors and numbers that the forward leaves in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.hidden = None
+        self.mask = None
+        self.penalty = 0.0
+        self.rows = 0
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.tril(torch.ones(6, 6))
+        if self.rows != x.shape[0]:
+            self.rows, self.hidden = x.shape[0], torch.zeros(x.shape[0], 6)
+        self.hidden = torch.tanh(self.cell(x @ self.mask) + self.hidden.detach())
+        self.penalty = self.hidden.pow(2).mean()
+        return self.head(self.hidden)
+
+
+def remembering(m, o, x, y, i):
+    out = m(x)
+    return trained(o, F.cross_entropy(out, y) + m.penalty)
+
+
+def test_what_a_forward_leaves_in_attributes():
+    model = assert_same(loop(remembering, steps=6), model=Remembers())
+    assert not model._graphacc_engine.eager, model.explain()
+    assert len(model.programs) <= 3
+
+
+def test_random_choices_of_python_are_made_again_in_every_step():
+    class Stochastic(Net):
+        def forward(self, x):
+            return super().forward(x) if random.random() < 0.5 else super().forward(x) * 2
+
+    def seeded(run):
+        def seeded_run(model):
+            random.seed(3)
+            return run(model)
+
+        return seeded_run
+
+    assert_same(seeded(loop(plain, steps=6)), model=Stochastic())
+
+
+# ---- several models
+
+
+def two_models(loop_of_both, strategy=None):
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    models = [compiled(copy.deepcopy(model), strategy) for model in (first, second)]
+    expected, got = flat(loop_of_both(first, second)), flat(loop_of_both(*models))
+    assert relative_error(got, expected) < 1e-5
+    for reference, model in zip((first, second), models, strict=True):
+        for name, value in reference.state_dict().items():
+            assert relative_error(model.state_dict()[name], value) < 1e-4, name
+    return models
+
+
+def adversarial(generator, critic):
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)]
+    ones, zeros, losses = torch.ones(8, 1), torch.zeros(8, 1), []
+    for x, _ in data():
+        fake = generator(x)
+        optimizers[1].zero_grad()
+        real_loss = F.binary_cross_entropy_with_logits(critic(x * 2), ones)
+        real_loss.backward()
+        fake_loss = F.binary_cross_entropy_with_logits(critic(fake.detach()), zeros)
+        fake_loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        loss = F.binary_cross_entropy_with_logits(critic(fake), ones)
+        loss.backward()
+        optimizers[0].step()
+        losses += [(real_loss + fake_loss).item(), loss.item()]
+    return losses
+
+
+def teacher_and_student(teacher, student):
+    optimizer = sgd(student)
+    losses = []
+    for x, _ in data():
+        with torch.no_grad():
+            target = teacher(x).sum(1, keepdim=True)
+        losses.append(trained(optimizer, F.mse_loss(student(x), target)))
+    return [loss.item() for loss in losses]
+
+
+def one_optimizer_for_both(first, second):
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.01)
+    return [trained(optimizer, second(torch.tanh(first(x))).pow(2).mean()).item() for x, _ in data()]
+
+
+def layer_by_layer(first, second):
+    optimizers, losses = [sgd(first, 0.1), sgd(second, 0.1)], []
+    for x, _ in data():
+        hidden = first(x)
+        losses.append(trained(optimizers[0], hidden.pow(2).mean()).item())
+        losses.append(trained(optimizers[1], second(hidden.detach()).pow(2).mean()).item())
+    return losses
+
+
+def logged_together(first, second):
+    optimizers, total = [sgd(first, 0.1), sgd(second, 0.1)], 0.0
+    for x, _ in data():
+        a, b = first(x).pow(2).mean(), second(x).pow(2).mean()
+        a.backward()
+        b.backward()
+        total += (a + b).detach()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [float(total)]
+
+
+@pytest.mark.parametrize("run", [adversarial, teacher_and_student, one_optimizer_for_both, layer_by_layer, logged_together])
+def test_two_models(run):
+    two_models(run)
+
+
+def test_one_model_that_holds_two():
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"generator": nn.Linear(6, 6), "critic": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))})
+    model = compiled(copy.deepcopy(both), None)
+    expected, got = (flat(adversarial(module["generator"], module["critic"])) for module in (both, model))
+    assert relative_error(got, expected) < 1e-5
+
+
+def test_a_loss_with_parameters_of_its_own():
+    def run(model):
+        torch.manual_seed(2)
+        head = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.5)
+        return [trained(optimizer, F.cross_entropy(head(model(x)), y)).item() for x, y in data()] + head.weight.flatten().tolist()
+
+    assert_same(run)
+
+
+# ---- autocast, closures, inference
+
+
+def autocast_around(m, o, x, y, i):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(m(x), y)
+    return trained(o, loss)
+
+
+def autocast_partly_off(m, o, x, y, i):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = m(x)
+        with torch.autocast("cpu", enabled=False):
+            loss = F.cross_entropy(hidden.float(), y)
+    return trained(o, loss)
+
+
+@pytest.mark.parametrize("run", [autocast_around, autocast_partly_off])
+def test_autocast(run):
+    torch.manual_seed(0)
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), None)
+    expected, got = flat(loop(run)(reference)), flat(loop(run)(model))
+    assert relative_error(got, expected) < 5e-3
+    assert [program.kind for program in model.programs] == ["step"]
+    casts = [node for node in model.programs[0].graph.graph.nodes if "bfloat16" in str(node.meta.get("val", ""))]
+    assert casts or any(getattr(node.meta.get("val"), "dtype", None) is torch.bfloat16 for node in model.programs[0].graph.graph.nodes)
+
+
+def test_inference_mode():
+    def run(model):
+        seen = loop(plain)(model)
+        with torch.inference_mode():
+            out = model(data()[0][0])
+            out.mul_(2)
+            return seen + out.flatten().tolist()
+
+    assert_same(run)
+
+
+# ---- copies and files
+
+
+def test_a_compiled_model_can_be_pickled_and_saved():
+    model = assert_same(loop(plain))
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(copied) is Net
+        assert torch.equal(copied.first.weight, model.state_dict()["first.weight"])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).first.weight, model.state_dict()["first.weight"])
+
+
+def test_a_failed_capture_leaves_pytorch_healthy():
+    class Fails(Net):
+        def forward(self, x):
+            return super().forward(x) @ torch.ones(7, 7)
+
+    model = compiled(Fails(), None)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(data()[0][0])
+    with contextlib.suppress(RuntimeError):
+        model(data()[0][0]).sum().backward()
+    plain_model = Net()
+    F.cross_entropy(plain_model(data()[0][0]), data()[0][1]).backward()
+    assert plain_model.first.weight.grad.abs().sum() > 0
+    assert_same(loop(plain))
