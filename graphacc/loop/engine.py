@@ -88,6 +88,7 @@ class Engine:
         self.model = model
         self.programs = programs
         self.options = options
+        self._capturing: int | None = None  # the thread in which the model's own code runs
         self.handles = manage(self, model)
         self.fakes = Fakes(model, self.handles)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
@@ -110,9 +111,10 @@ class Engine:
         self._structure = Structure(model)
         self._joints: dict[tuple, build.Step] = {}
         self.guards = Guards(model)
+        self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
+        self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
         self.written: dict[ModelCall, Written] = {}
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
-        self._capturing: int | None = None  # the thread in which the model's own code runs
 
     # ---- calls of the model
 
@@ -371,7 +373,7 @@ class Engine:
     def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
-        inputs = {label: value.double() if value.dtype is torch.float64 and label in self.guards.numbers else value for label, value in inputs.items()}
+        num_hooks = self.guards.num_hooks()
         with borrowed(self.model), self.guards.noting(), no_python_randomness():
             before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
             self.guards.write(inputs)
@@ -379,6 +381,9 @@ class Engine:
             written = attributes_written(self.model, before, inputs)
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
         others = {label: value for label, value in written.items() if label not in tensors}
+        if self.guards.num_hooks() != num_hooks:
+            self.guards.write(others)
+            raise NewInput("the forward installed hooks")
         self.written[function] = Written(tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
         return result, tensors
 

@@ -26,7 +26,6 @@ from graphacc.errors import CaptureError
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 _CONTAINERS = (list, dict, set, tuple, frozenset)
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
-_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 MISSING = object()
 _DEPTH = 3  # of containers in containers, and of functions that call functions
 
@@ -149,8 +148,11 @@ class Guards:
         self._labels: dict[str, tuple[nn.Module, str]] = {}
         self._places: dict[int, _Place] = {}
         self._functions: set[types.CodeType] = set()
+        self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._keys: dict[tuple, int] = {}
         self._token = 0
+        self._settled = 0  # plain attributes of objects that captures have changed
+        self._rounds = 0  # of captures in a row that did
         self._noted: list[tuple[_Place, str, object, object]] = []  # (place, name, value, copy of a container), in this run
 
     # ---- checking
@@ -187,7 +189,7 @@ class Guards:
         """The present values of what became an input."""
         found = {label: self._value(label) for label in self.tensors}
         found = {label: value for label, value in found.items() if isinstance(value, Tensor)}
-        return found | {label: torch.tensor(float(self._value(label)), dtype=torch.float64) for label in self.numbers}
+        return found | {label: torch.tensor(float(self._value(label)), dtype=self._number_dtype) for label in self.numbers}
 
     def _value(self, label: str) -> object:
         module, name = self._labels[label]
@@ -239,10 +241,18 @@ class Guards:
         self._noted = []
         with contextlib.ExitStack() as stack:
             self._watch_class(stack, nn.Module, paths)
+            stack.enter_context(self._observers_noted())
+            settled = self._settled
             try:
                 yield
             finally:
-                changed = self._restore_others()
+                changed = self._changes_elsewhere()
+        if self._settled > settled and not changed:
+            self._rounds += 1
+            if self._rounds < 4:
+                raise NewInput("the forward changed an object")
+            changed = ["an object, in every call"]
+        self._rounds = 0
         if changed:
             raise CaptureError(
                 f"the forward, or a hook in it, changes {', '.join(changed)}, which a compiled program does not do again in every step: "
@@ -287,10 +297,12 @@ class Guards:
                 self._labels[key] = owner, name
                 raise NewInput(key)
             return value
+        if type(owner).__module__.startswith("torch.nn.") and not isinstance(value, _PLAIN) and not name.endswith("_hooks"):
+            return value  # nn.LSTM's lists of its weights
         if f"{label}.{name}" not in self.numbers:
             self._note(owner, table, label, name, value)
         self._follow(value, _DEPTH, watch)
-        return _with_observers_named(value, self._noted) if name in _HOOKS and value else value
+        return value
 
     def _note(self, owner: object, table: Mapping[str, object], label: str, name: str, value: object) -> None:
         place = self._place(owner, table, label)
@@ -324,7 +336,7 @@ class Guards:
         """Guard the global and closed-over values that a function of the user uses."""
         function = getattr(function, "__wrapped__", function)
         code = getattr(function, "__code__", None)
-        if code is None or not is_user_file(code.co_filename):
+        if code is None or not _is_own_file(code.co_filename):
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
@@ -349,12 +361,50 @@ class Guards:
             self._follow(value, depth - 1, watch)
 
     def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
-        if is_user_file(getattr(module, "__file__", None) or "<builtin>"):
+        if _is_own_file(getattr(module, "__file__", None) or "<builtin>"):
             for name in names & vars(module).keys():
                 self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch)
 
-    def _restore_others(self) -> list[str]:
-        """Names of what changed that is not an attribute of a module; it has its old value again."""
+    @contextlib.contextmanager
+    def _observers_noted(self) -> Iterator[None]:
+        """Note hooks of the user's own that return None: they only observe, which a program cannot do for them."""
+        replaced = []
+        for module in self.model.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key, hook in hooks.items():
+                    code = getattr(hook, "__code__", None)
+                    if code is not None and _is_own_file(code.co_filename):
+                        replaced.append((hooks, key, hook))
+        for hooks, key, hook in replaced:
+            hooks[key] = self._noted_hook(hook)
+        try:
+            yield
+        finally:
+            for hooks, key, hook in replaced:
+                if key in hooks:
+                    hooks[key] = hook
+
+    def _noted_hook(self, hook: Callable) -> Callable:
+        code = hook.__code__
+
+        @functools.wraps(hook)
+        def run(*args, **kwargs):
+            result = hook(*args, **kwargs)
+            if result is None:
+                self._noted.append((f"the hook {code.co_name} in {code.co_filename}, line {code.co_firstlineno},", "", None, None))
+            return result
+
+        return run
+
+    def num_hooks(self) -> int:
+        """How many hooks the modules have; some models install theirs in their first forward."""
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self.model.modules())
+
+    def _changes_elsewhere(self) -> list[str]:
+        """What the code that was run changed outside of the modules' attributes.
+
+        A plain attribute of an object, such as a config's, keeps its new value: the next capture, which follows, starts from it. All else is restored.
+        """
         changed = []
         for place, name, value, copy in self._noted:
             if isinstance(place, str):
@@ -365,6 +415,10 @@ class Guards:
                 _refill(value, copy)
                 changed.append(f"{place.label}.{name}")
             elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
+                if isinstance(now, _PLAIN) and place.table is getattr_plain(place.owner):
+                    self._settled += 1
+                    place.changes()
+                    continue
                 with contextlib.suppress(TypeError):
                     place.table[name] = value
                 changed.append(f"{place.label}.{name}")
@@ -408,6 +462,8 @@ def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapp
             if name in _TABLES or value is before[path].get(name, MISSING) or value is given.get(label, MISSING):
                 continue
             old = before[path].get(name, MISSING)
+            if type(module).__module__.startswith("torch.nn."):
+                continue  # nn.LSTM's list of weights
             if isinstance(value, (*_PLAIN, Tensor)):
                 if isinstance(value, Tensor) or snapshot(value) != snapshot(old):
                     found[label] = value
@@ -440,32 +496,17 @@ def _names_of(code: types.CodeType) -> set[str]:
     return names
 
 
+def _is_own_file(filename: str) -> bool:
+    """Whether code is the user's own, and not an installed library's, whose global state is taken as fixed."""
+    return is_user_file(filename) and "site-packages" not in filename
+
+
 def is_user_class(cls: type) -> bool:
     if cls.__module__ == builtins.__name__ or not cls.__flags__ & (1 << 9):  # a type that Python code made
         return False
     functions = (value for value in vars(cls).values() if isinstance(value, types.FunctionType))
     first = next(functions, None)
     return first is not None and (is_user_file(first.__code__.co_filename) or first.__code__.co_filename == "<string>")
-
-
-def _with_observers_named(hooks: Mapping, noted: list) -> Mapping:
-    """The same hooks; one that returns None only observes, which a program cannot do for it."""
-
-    def named(hook: Callable) -> Callable:
-        code = getattr(hook, "__code__", None)
-        if code is None or not is_user_file(code.co_filename):
-            return hook
-
-        @functools.wraps(hook)
-        def run(*args, **kwargs):
-            result = hook(*args, **kwargs)
-            if result is None:
-                noted.append((f"the hook {code.co_name} in {code.co_filename}, line {code.co_firstlineno},", "", None, None))
-            return result
-
-        return run
-
-    return type(hooks)((key, named(hook)) for key, hook in hooks.items())
 
 
 def _refill(container: list | dict | set, content: list | dict | set) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users
-from graphacc.errors import LoopError
+from graphacc.errors import CaptureError, LoopError
 from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
@@ -97,13 +97,21 @@ class Tape:
             NotRecorded: the call cannot be part of the recording, which is as it was before.
         """
         counts = len(self.externals), len(self.values)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given, spec = pytree.tree_flatten((args, kwargs))
+        varying = self._varying(function, given, spec)
+        leaves = [torch.tensor(leaf, dtype=_number_dtype(given)) if i in varying else leaf for i, leaf in enumerate(given)]
         try:
+            args, kwargs = pytree.tree_unflatten(leaves, spec) if varying else (args, kwargs)
             refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
             remembered = self._remembered(function, refs, spec, leaves)
             call = self._infer(function, refs, spec, leaves) if remembered is None else remembered
-        except BaseException:
+            if varying and remembered is None:
+                self._check_like(call, function)
+        except BaseException as error:
             self._forget(*counts)
+            if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python
+                self.engine.fixed_numbers |= {(len(self.calls), function, i) for i in varying}
+                return self.record(function, *pytree.tree_unflatten(given, spec))
             raise
         if isinstance(call, _Plain):
             self._forget(*counts)
@@ -116,6 +124,27 @@ class Tape:
             leaves[call.replaces].bind(self, call.results[0])
         results = [self.promise(leaf.index) if isinstance(leaf, Ref) else leaf for leaf in call.result_leaves]
         return pytree.tree_unflatten(results, call.result_spec)
+
+    def _varying(self, function: Callable, leaves: Sequence, spec: pytree.TreeSpec) -> set[int]:
+        """The numbers among the arguments that are not what they were at this place of the last recording, or of an earlier one."""
+        template, place, engine = self.engine.template, len(self.calls), self.engine
+        found = {i for i, leaf in enumerate(leaves) if type(leaf) is float}
+        if not found or engine.programs.strategy.precision != "fp32":
+            return set()
+        if template is not None and place < len(template.calls):
+            before = template.calls[place]
+            if _same_code(before.function, function) and before.spec == spec:
+                engine.varying_numbers |= {(place, function, i) for i in found if type(before.leaves[i]) is float and before.leaves[i] != leaves[i]}
+        return {i for i in found if (place, function, i) in engine.varying_numbers - engine.fixed_numbers}
+
+    def _check_like(self, call: "Call | _Plain", function: Callable) -> None:
+        """A number that became an input must not change the results' shapes and dtypes."""
+        before = self.engine.template.calls[len(self.calls)] if len(self.calls) < len(self.engine.template.calls) else None
+        if before is None or not _same_code(before.function, function):
+            return
+        now = [(self.values[i].shape, self.values[i].dtype) for i in getattr(call, "results", ())]
+        if now != [(self.engine.template.values[i].shape, self.engine.template.values[i].dtype) for i in before.results]:
+            raise NotRecorded("a number that changes has another dtype as an input")
 
     def _forget(self, num_externals: int, num_values: int) -> None:
         """Take back what a call that is not recorded had added."""
@@ -385,6 +414,16 @@ def autocast_dtype() -> torch.dtype | None:
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _number_dtype(leaves: Sequence) -> torch.dtype:
+    """The dtype in which a number takes part in arithmetic with these."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.float64 if any(isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
+
+
+def _same_code(one: Callable, other: Callable) -> bool:
+    return one == other or (type(one) is type(other) and hasattr(one, "engine"))
 
 
 def _is_total(value: object, tape: Tape) -> bool:
