@@ -205,14 +205,34 @@ class Engine:
             return original(*args, **kwargs)
 
     @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
-        """Parameters and buffers are ordinary tensors with their current values inside, and the model runs its own code."""
-        if self.pending is not None and not self.pending.has_run and any(handle.kind is Kind.BUFFER for handle in self.handles.values()):
-            self._run_grad(self.pending)  # its effect on buffers comes first
+    def on_host(self, ahead: Tape | None = None) -> Iterator[None]:
+        """Parameters and buffers are ordinary tensors with their current values inside, and the model runs its own code.
+
+        Args:
+            ahead: a recording whose effect on buffers what runs inside has.
+        """
+        self.settle_buffers(ahead)
         for handle in self.handles.values():
             handle.refresh()
         with self.direct_calls(), torch._C.DisableTorchFunctionSubclass():
             yield
+        if not self._structure.is_current():
+            self._adopt_tensors()
+
+    def settle_buffers(self, ahead: Tape | None = None) -> None:
+        """What was recorded has its effect on the buffers now.
+
+        Args:
+            ahead: a recording that is about to run itself.
+        """
+        pending, tape = self.pending, self.tape
+        if pending is not None and pending is not ahead and not pending.has_run and self._writes_buffers(pending):
+            self._run_grad(pending)
+        if tape is not None and tape is not ahead and tape is not pending and not tape.closed and self._writes_buffers(tape):
+            self.run_eagerly(tape, "a buffer that a call of the model has changed is read before backward()")
+
+    def _writes_buffers(self, tape: Tape) -> bool:
+        return any(isinstance(call.function, ModelCall) and self.written[call.function].buffers for call in tape.forward_calls)
 
     def _note_eager(self, what: str, why: str) -> None:
         """Say once what PyTorch runs in the place of a compiled program."""
@@ -251,7 +271,7 @@ class Engine:
         self._check_parameters_unchanged(tape)
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
-        with self.on_host(), self._buffers_kept(tape.has_run), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with self._buffers_kept(tape.has_run), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             named = {name: handle.tensor for name, handle in self.handles.items()}
             with keyed_randomness(self.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)
@@ -265,12 +285,13 @@ class Engine:
     @contextlib.contextmanager
     def _buffers_kept(self, kept: bool) -> Iterator[None]:
         """Restore the buffers afterwards, if a program has already changed them."""
-        buffers = [handle.tensor for handle in self.handles.values() if kept and handle.kind is Kind.BUFFER]
-        before = [buffer.clone() for buffer in buffers]
+        buffers = [handle for handle in self.handles.values() if kept and handle.kind is Kind.BUFFER]
+        for handle in buffers:
+            handle.refresh()
+        before = {handle.name: handle.host_value().clone() for handle in buffers}
         yield
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before):
-                buffer.copy_(value)
+        for name, value in before.items():
+            self.handles[name].overwrite(value)
 
     def _check_parameters_unchanged(self, tape: Tape) -> None:
         for name, handle in self.handles.items():
@@ -299,25 +320,28 @@ class Engine:
 
     def _mode(self) -> tuple:
         if not self._structure.is_current():
-            self._adopt_tensors()
+            self._follow_replacements()
         with torch._C.DisableTorchFunctionSubclass():
             grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
         return tuple((module, module.training) for module in self._structure.modules), grads
 
-    def _adopt_tensors(self) -> None:
-        """Modules, parameters or buffers of the model were replaced, added or removed."""
+    def _follow_replacements(self) -> None:
+        """The loop replaced, added or removed modules, parameters or buffers of the model."""
         if self.tape is not None and not self.tape.closed and self.tape.live():
-            self.run_eagerly(self.tape, "a module, parameter or buffer of the model was replaced after a call of it")
-        before = self.handles
-        for handle in before.values():
-            handle.refresh()
-        self.handles = manage(self, self.model, before)
+            raise LoopError(
+                "a module, parameter or buffer of the model was replaced between a call of the model and its backward(): replace it before the call or after the step"
+            )
+        if self.pending is not None:
+            self._force(self.pending)
+        self._adopt_tensors()
+
+    def _adopt_tensors(self) -> None:
         for handle in self.handles.values():
-            handle.exposed = True
-        self.fakes = Fakes(self.model, self.handles)
-        self.template = None
+            handle.refresh()
+        self.handles = self.fakes.handles = manage(self, self.model, self.handles)
         self._structure = Structure(self.model)
-        self._persistent = set(self.model.state_dict(keep_vars=True))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._persistent = set(self.model.state_dict(keep_vars=True))
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
@@ -377,14 +401,16 @@ class Engine:
         with borrowed(self.model), self.guards.noting(), no_python_randomness():
             before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
             self.guards.write(inputs)
+            buffers = self.fakes.buffers()
             result = call(args, kwargs)
             written = attributes_written(self.model, before, inputs)
+            writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
         others = {label: value for label, value in written.items() if label not in tensors}
         if self.guards.num_hooks() != num_hooks:
             self.guards.write(others)
             raise NewInput("the forward installed hooks")
-        self.written[function] = Written(tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
+        self.written[function] = Written(buffers=writes_buffers and bool(buffers), tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
         return result, tensors
 
     # ---- gradients
@@ -530,7 +556,7 @@ class Engine:
         code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
         externals = [self._whole_external(tape, i) for i in code.external_indices]
         values = [tape.value(i) for i in code.forward_values]
-        with self.on_host(), torch.no_grad():
+        with self.on_host(tape), torch.no_grad():
             env = code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
         for value, tensor in env.items():
             if not tape.has_value(value):
@@ -679,6 +705,7 @@ class Engine:
 
     def _run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:
         """Compute values of the forward part."""
+        self.settle_buffers(ahead=tape)
         wanted = [index for index in outputs if not tape.has_value(index)]
         compiled = self._program(
             "forward",
@@ -851,6 +878,7 @@ class Engine:
 
     def current(self, handle: Handle) -> "Tensor | tuple":
         """The value of a parameter or buffer where it is newest: on the host, or on the devices with its layout."""
+        self.settle_buffers()
         if handle.host_is_newer or not self.programs.holds(handle.kind, handle.name):
             return handle.host_value()
         return self.programs.state.find(handle.kind, handle.name)

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphacc._compat.torch_ import compiling, decided_branches
+from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
+from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
-from graphacc.loop.managed import Handle
+from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
 
 
@@ -46,14 +48,15 @@ class Fakes:
             return function(*args, **kwargs)
 
     def call_model(self, args: tuple, kwargs: dict):
-        """Call the model itself, in its present mode, on fake tensors.
+        """Call the model itself, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
 
         Raises:
             CaptureError: its code asks for a tensor's values; names the line.
         """
-        packed, tensors = "position_ids" in kwargs, self.model_tensors()
-        with self._mode, compiling(), decided_branches(packed_sequences=packed), explained(f"the model {type(self.model).__name__}"):
-            return torch.func.functional_call(self.model, tensors, args, kwargs)
+        packed = "position_ids" in kwargs
+        substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
+        with self._mode, compiling(), decided_branches(packed_sequences=packed), WrittenOut(), explained(f"the model {type(self.model).__name__}"):
+            return self.model(*args, **kwargs)
 
     def call_model_lazily(self, args: tuple, kwargs: dict):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
@@ -62,6 +65,16 @@ class Fakes:
     def _like(self, meta: Tensor) -> Tensor:
         with self._mode:
             return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu")
+
+    def buffers(self) -> list[tuple[int, int]]:
+        """The buffers in the model's tables, by identity and version counter: another list where a call on fakes changed one."""
+        held = (buffer for module in self.model.modules() for buffer in module._buffers.values() if buffer is not None)
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(id(self._of_handle(handle_of(buffer))) if handle_of(buffer) else id(buffer), self._version(buffer)) for buffer in held]
+
+    def _version(self, buffer: Tensor) -> int:
+        handle = handle_of(buffer)
+        return self._of_handle(handle)._version if handle else buffer._version
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model under all its names, fake; a tied tensor is one fake."""

@@ -430,6 +430,7 @@ class Guards:
 class Written:
     """What a call of the model leaves in attributes of its modules, by label."""
 
+    buffers: bool = False  # whether it changes buffers
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began

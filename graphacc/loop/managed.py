@@ -266,19 +266,22 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            if handles is not None and isinstance(tensor, Managed) and tensor._graphacc_handle.engine is engine:
-                handle = found[name] = tensor._graphacc_handle
-                handle.name = name
+            if handles is not None and (own := handle_of(tensor)) is not None and own.engine is engine:
+                found[name] = own
+                own.name = name
                 continue
-            if isinstance(tensor, Managed):
+            if handle_of(tensor) is not None:
                 raise LoopError(f"{name!r} belongs to a model that is already compiled: compile the outermost module once, not its parts")
-            if type(tensor) is not plain:
+            if type(tensor) not in (plain, managed):
                 raise LoopError(
                     f"{name!r} is a {type(tensor).__name__}: only ordinary tensors and parameters can be moved to the devices; "
                     "replace it by a plain torch.nn.Parameter or torch.Tensor before graphacc.compile"
                 )
+            replaced = (handles or {}).get(name)
             handle = found[name] = Handle(engine, kind, name, tensor)
             handle.exposed = handles is not None
+            if replaced is not None and replaced.tensor is not tensor:
+                replaced.tensor._graphacc_handle = None  # an ordinary tensor again
             tensor.__class__ = managed
             tensor._graphacc_handle = handle
     return found
@@ -292,6 +295,8 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
     for leaf in pytree.tree_leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
+        if handle.kind is Kind.BUFFER:
+            handle.engine.settle_buffers()
         handle.refresh()
         handle.viewed = True
         if exposes or writes_by_name(func):
@@ -314,19 +319,25 @@ def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]
         return args, kwargs
 
     def plain(tensor: Managed) -> Tensor:
-        return tensor._graphacc_handle.host_value() if tensor._graphacc_handle.engine.capturing else tensor
+        handle = handle_of(tensor)
+        return handle.host_value() if handle is not None and handle.engine.capturing else tensor
 
     return pytree.tree_map_only(Managed, plain, (args, kwargs))
 
 
 def _get_grad(tensor: Tensor) -> Tensor | None:
-    handle = handle_of(tensor)
-    return None if handle is None else handle.engine.read_grad(handle)
+    if (handle := handle_of(tensor)) is not None:
+        return handle.engine.read_grad(handle)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad
 
 
 def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
     handle = handle_of(tensor)
-    assert handle is not None, "a managed tensor lost its handle"
+    if handle is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.grad = value
+        return
     if value is not None and (tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype):
         raise LoopError(
             f"{handle.name}.grad: a gradient has its parameter's shape and dtype, {list(tensor.shape)} {tensor.dtype}, "

@@ -1,0 +1,440 @@
+"""Random training loops: each is a list of actions drawn from a seed, run on a plain model and on a compiled one.
+
+    python tests/loop/random_loops.py COUNT FIRST_SEED
+
+runs many and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError.
+"""
+
+import copy
+import dataclasses
+import random
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphacc
+
+ROWS, WIDTH, CLASSES = 8, 5, 3
+
+
+class Block(nn.Module):
+    """A small network with attributes, a buffer and (sometimes) BatchNorm and a tied weight."""
+
+    def __init__(self, norm: bool, tied: bool):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 6, bias=not norm)  # BatchNorm cancels a bias: its gradient would be rounding noise
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.second = nn.Linear(6, WIDTH if tied else CLASSES)
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale, self.twice, self.kept, self.tied = 1.0, False, None, tied
+
+    def forward(self, x):
+        if self.training:
+            self.calls = self.calls * 0.5 + x.detach().mean()
+        hidden = self.drop(torch.tanh(self.norm(self.first(x)) * self.scale))
+        if self.twice:
+            hidden = hidden * 2
+        self.kept = hidden.pow(2).mean()
+        out = self.second(hidden)
+        return F.linear(out, self.first.weight)[:, :CLASSES] if self.tied else out
+
+    def encode(self, x):
+        return torch.tanh(self.first(x))
+
+
+@dataclasses.dataclass
+class Run:
+    """One loop as it runs on one model."""
+
+    model: nn.Module
+    other: nn.Module
+    optimizer: torch.optim.Optimizer
+    choose: random.Random
+    total: object = 0.0
+    loss: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    seen: list = dataclasses.field(default_factory=list)
+    memory: dict = dataclasses.field(default_factory=dict)
+    step: int = 0
+
+
+def batch(run: Run, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(run.step)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(CLASSES, (rows,), generator=generator)
+
+
+# ---- ways to compute a loss
+
+
+def by_call(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y)
+
+
+def by_forward(run, x, y):
+    run.out = run.model.forward(x)
+    return F.cross_entropy(run.out, y)
+
+
+def with_submodule(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + run.model.encode(x).pow(2).mean()
+
+
+def with_attribute(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + 0.1 * run.model.kept
+
+
+def with_penalty(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + 0.01 * sum(p.pow(2).sum() for p in run.model.parameters())
+
+
+def called_twice(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + F.mse_loss(run.model(x * 0.5), run.out.detach())
+
+
+def with_other_model(run, x, y):
+    with torch.no_grad():
+        target = run.other(x)
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + F.mse_loss(run.out, target)
+
+
+def through_other_model(run, x, y):
+    run.out = run.model(run.other(x)[:, :1].expand(-1, WIDTH) + x)
+    return F.cross_entropy(run.out, y)
+
+
+def scheduled_weight(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) * (1.0 + 0.1 * run.step)
+
+
+def selected_rows(run, x, y):
+    run.out = run.model(x)
+    keep = x[:, 0] > -1.0
+    return F.cross_entropy(run.out[keep], y[keep])
+
+
+LOSSES = [by_call] * 6 + [
+    by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows
+]  # fmt: skip
+
+
+# ---- actions by the place in the loop where they stand
+
+
+def read_loss(run):
+    run.seen.append(run.loss.item())
+
+
+def read_output(run):
+    run.seen.append(run.out.detach().sum().item())
+
+
+def running_total(run):
+    run.total = run.total + run.loss.detach()
+
+
+def running_total_in_place(run):
+    run.total += run.loss.detach()
+
+
+def metric(run):
+    run.seen.append((run.out.argmax(1) == 0).float().mean())
+
+
+def hook_on_loss(run):
+    run.loss.register_hook(lambda g: g * 0.5)
+
+
+def hook_on_output(run):
+    if run.out.requires_grad:
+        run.out.retain_grad()
+        run.memory["retained"] = run.out
+
+
+def doubled_loss(run):
+    run.loss = run.loss * 2
+
+
+def nothing(run):
+    pass
+
+
+def set_scale(run):
+    run.model.scale = 1.0 + 0.1 * run.step
+
+
+def set_flag(run):
+    run.model.twice = not run.model.twice
+
+
+def freeze(run):
+    run.model.first.requires_grad_(not run.model.first.weight.requires_grad)
+
+
+def eval_mode(run):
+    run.model.train(not run.model.training)
+
+
+def evaluate(run):
+    training = run.model.training
+    run.model.eval()
+    with torch.no_grad():
+        run.seen.append(run.model(batch(run, 4)[0]).sum().item())
+    run.model.train(training)
+
+
+def add_hook(run):
+    if "hook" in run.memory:
+        run.memory.pop("hook").remove()
+    else:
+        run.memory["hook"] = run.model.first.register_forward_hook(lambda module, args, out: out * 0.9)
+
+
+def add_parameter_hook(run):
+    if "parameter hook" in run.memory:
+        run.memory.pop("parameter hook").remove()
+    elif run.model.second.weight.requires_grad:
+        run.memory["parameter hook"] = run.model.second.weight.register_hook(lambda g: g * 0.5)
+
+
+def keeping_hook(run):
+    if "kept" not in run.memory:
+        kept = run.memory["kept"] = []
+        run.model.second.register_forward_hook(lambda module, args, out: kept.append(out.detach().mean()))
+    elif run.memory["kept"]:
+        run.seen += [float(len(run.memory["kept"])), run.memory["kept"][-1].item()]
+
+
+def shrink(run):
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(0.99)
+
+
+def clamp_data(run):
+    for p in run.model.parameters():
+        p.data.clamp_(-0.5, 0.5)
+
+
+def alias(run):
+    if "alias" not in run.memory:
+        run.memory["alias"] = run.model.second.weight.data
+    else:
+        run.memory["alias"].mul_(0.98)
+        run.seen.append(run.memory["alias"].sum().item())
+
+
+def average(run):
+    held = run.memory.setdefault("average", {name: value.clone() for name, value in run.model.state_dict().items()})
+    with torch.no_grad():
+        for name, value in run.model.state_dict().items():
+            held[name].lerp_(value, 0.5)
+    run.seen.append(sum(value.sum().item() for value in held.values()))
+
+
+def learning_rate(run):
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+def weight_decay(run):
+    for group in run.optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.01 * (1 + run.step)
+
+
+def reload_model(run):
+    run.model.load_state_dict({name: value * 1.01 if value.is_floating_point() else value for name, value in run.model.state_dict().items()})
+
+
+def reload_optimizer(run):
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def edit_state(run):
+    for state in run.optimizer.state.values():
+        for key, value in state.items():
+            if key in ("exp_avg", "momentum_buffer") and value is not None:
+                value.mul_(0.5)
+
+
+def clip(run):
+    run.seen.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
+
+
+def clip_values(run):
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
+
+
+def read_gradients(run):
+    run.seen.append(sum(p.grad.abs().sum().item() for p in run.model.parameters() if p.grad is not None))
+
+
+def scale_gradients(run):
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def drop_gradient(run):
+    run.model.second.bias.grad = None
+
+
+def assign_gradient(run):
+    run.model.second.bias.grad = torch.full_like(run.model.second.bias, 0.01)
+
+
+def noise_gradient(run):
+    p = run.model.second.weight
+    if p.grad is not None:
+        p.grad = p.grad + 0.01
+
+
+def manual_update(run):
+    with torch.no_grad():
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p -= 0.05 * p.grad
+
+
+def manual_data(run):
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.data = p.data - 0.05 * p.grad
+
+
+def second_backward(run):
+    run.model.encode(batch(run)[0]).pow(2).sum().mul(0.01).backward()
+
+
+def another_call(run):
+    F.cross_entropy(run.model(batch(run)[0] * 0.3), batch(run)[1]).backward()
+
+
+BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average]
+AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate]
+AFTER_BACKWARD = [nothing] * 4 + [
+    read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
+    assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
+]  # fmt: skip
+AFTER_STEP = [nothing] * 4 + [
+    read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
+    reload_model, reload_optimizer, edit_state, evaluate,
+]  # fmt: skip
+
+OPTIMIZERS: list[Callable] = [
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.AdamW(p, lr=0.02),
+    lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
+    lambda p: torch.optim.RMSprop(p, lr=0.01),
+    lambda p: torch.optim.Adagrad(p, lr=0.05),
+]
+
+
+def train(model: nn.Module, other: nn.Module, seed: int) -> list[float]:
+    """The loop of a seed; returns what it looked at."""
+    choose = random.Random(seed)
+    make = choose.choice(OPTIMIZERS)
+    run = Run(model, other, make(model.parameters()), choose)
+    accumulate = choose.choice([1, 1, 1, 2])
+    zero_first, to_none = choose.random() < 0.5, choose.random() < 0.8
+    rows = [choose.choice([ROWS, ROWS, ROWS, 6]) for _ in range(2)]
+    phases = [(actions, [choose.choice(actions) for _ in range(choose.choice([0, 1, 1, 2]))]) for actions in (BEFORE, AFTER_FORWARD, AFTER_BACKWARD, AFTER_STEP)]
+    loss_of = choose.choice(LOSSES)
+    steps = 4
+    for run.step in range(steps):
+        if choose.random() < 0.2:  # the loop is not the same in every step
+            phases = [(actions, [choose.choice(actions) if choose.random() < 0.3 else action for action in chosen]) for actions, chosen in phases]
+        for action in phases[0][1]:
+            action(run)
+        if zero_first and run.step % accumulate == 0:
+            run.optimizer.zero_grad(set_to_none=to_none)
+        run.loss = loss_of(run, *batch(run, rows[run.step == steps - 1])) / accumulate
+        for action in phases[1][1]:
+            action(run)
+        run.loss.backward()
+        if run.memory.get("retained") is not None and run.memory["retained"].grad is not None:
+            run.seen.append(run.memory.pop("retained").grad.sum().item())
+        for action in phases[2][1]:
+            action(run)
+        if run.step % accumulate == accumulate - 1:
+            run.optimizer.step()
+            for action in phases[3][1]:
+                action(run)
+            if not zero_first:
+                run.optimizer.zero_grad(set_to_none=to_none)
+        run.seen.append(run.loss.item())
+    return [float(value) for value in [*run.seen, run.total]]
+
+
+def build(seed: int) -> tuple[nn.Module, nn.Module]:
+    choose = random.Random(seed + 1_000_000)
+    torch.manual_seed(seed)
+    return Block(choose.random() < 0.3, choose.random() < 0.3), nn.Sequential(nn.Linear(WIDTH, CLASSES))
+
+
+def compare(seed: int, strategy: str | None = None) -> str:
+    """Run the loop of a seed both ways.
+
+    Returns:
+        "equal", "refused: ..." where GraphAcc raised its own error, "invalid" where plain PyTorch raises, or "WRONG: ...".
+    """
+    model, other = build(seed)
+    devices = {"devices": 1} if strategy is None else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        copies = [copy.deepcopy(m) for m in (model, other)]
+        try:
+            expected = train(model, other, seed)
+        except RuntimeError:
+            return "invalid"
+        ours = [
+            graphacc.compile(m, strategy=strategy or graphacc.Strategy(), fast_compile=True, memory_plan="xla", cache_dir=None, **devices) for m in copies
+        ]
+        try:
+            got = train(*ours, seed)
+        except graphacc.GraphAccError as error:
+            return f"refused: {type(error).__name__}: {str(error)[:160]}"
+        except Exception as error:  # noqa: BLE001  # what it is, is the finding
+            return f"WRONG: {type(error).__name__}: {str(error)[:300]}"
+    if len(got) != len(expected):
+        return f"WRONG: {len(got)} values seen, PyTorch {len(expected)}"
+    for a, b in zip(got, expected, strict=True):
+        if not abs(a - b) <= 2e-4 * max(1.0, abs(b)) and not (a != a and b != b):
+            return f"WRONG: {got} is not {expected}"
+    state = ours[0].state_dict()
+    for name, value in model.state_dict().items():
+        error = (state[name].double() - value.double()).abs().max()
+        if not error <= 5e-4 * max(1.0, value.abs().max().item()):
+            return f"WRONG: {name} differs by {error:.3g}"
+    return "equal"
+
+
+def main(count: int, first: int) -> None:
+    kinds: dict[str, int] = {}
+    for seed in range(first, first + count):
+        result = compare(seed)
+        kind = result.partition(":")[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kind in ("WRONG", "refused"):
+            print(seed, result, flush=True)
+    print(kinds)
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.getLogger("graphacc").setLevel(logging.ERROR)
+    main(int(sys.argv[1]), int(sys.argv[2]))
