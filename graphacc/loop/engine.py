@@ -159,6 +159,8 @@ class Engine:
 
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict):
         trains = torch.is_grad_enabled() and any(h.tensor.requires_grad for h in self.handles.values())
+        if not trains:
+            self.settle_buffers()
         tape = self._recording() if trains else self._new_tape()
         inputs = self.guards.inputs()
         try:
