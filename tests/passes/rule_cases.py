@@ -94,6 +94,7 @@ def _move():
     yield _case("aten.unsqueeze.default", [X], ..., -2)
     yield _case("aten.squeeze.default", [(4, 1, 8)], ...)
     yield _case("aten.squeeze.dim", [(4, 1, 8)], ..., 1)
+    yield _case("aten.squeeze.dim", [(4, 1, 8)], ..., 0)
     yield _case("aten.squeeze.dims", [(4, 1, 8)], ..., [0, 1])
     yield _case("aten.expand.default", [(4, 1, 4)], ..., [4, -1, 8, 4])
     yield _case("prims.broadcast_in_dim.default", [(4, 1)], ..., [4, 8, 4], [0, 2])
