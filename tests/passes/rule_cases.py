@@ -303,7 +303,8 @@ def _nn():
         yield _case(f"aten.upsample_{mode}_backward.default", [up3], ..., [16, 8, 8], list(cube), *flags)
     grid = (4, 8, 8, 2)
     yield _case("aten.grid_sampler_2d.default", [P, grid], ..., ..., 0, 0, False)
-    yield _case("aten.grid_sampler_2d_backward.default", [P, P, grid], ..., ..., ..., 0, 0, False, [True, True])
+    for mask in ([True, True], [True, False], [False, True]):
+        yield _case("aten.grid_sampler_2d_backward.default", [P, P, grid], ..., ..., ..., 0, 0, False, mask)
     yield _case("aten.im2col.default", [P], ..., [3, 3], [1, 1], [1, 1], [1, 1])
     yield _case("aten.pixel_shuffle.default", [P], ..., 2)
     yield _case("aten.pixel_unshuffle.default", [P], ..., 2)
