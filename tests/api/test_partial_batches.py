@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 import zoo
 from pipeline.pipelines import check_pipeline
 from training import adamw, assert_parity, compiled, train
@@ -87,3 +88,33 @@ def test_the_batch_dim_of_the_user(caplog):
     batches = [{name: value.T.contiguous() for name, value in batch.items()} for batch in epoch("lstm_lm", (8, 6))]
     assert_parity(reference, model, train(reference, batches), train(model, batches))
     assert "the batch of 6 rows" in caplog.text and "dim 1" in caplog.text
+
+
+class Shifted(torch.nn.Module):
+    """Rows in dim 1 of `x` [T, B, 4] and dim 0 of `y` [B], and a table [8, 4] whose size is the batch's by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = torch.nn.GRU(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x, y, table):
+        hidden = self.gru(x + table.mean(0))[0][-1]
+        return zoo.Output(torch.nn.functional.mse_loss(self.head(hidden).squeeze(1), y), None)
+
+
+@pytest.mark.parametrize("strategy", ["microbatches=2", "microbatches=2,dp=2"])
+def test_microbatches_are_cut_along_the_batch_dims_of_the_user(strategy):
+    reference = Shifted()
+    dims = {"model.kwargs['x']": 1, "model.kwargs['table']": None}
+    model = compiled(copy.deepcopy(reference), strategy, batch_dims=dims)
+    batches = [{"x": torch.randn(8, 8, 4), "y": torch.randn(8), "table": torch.randn(8, 4)} for _ in range(3)]
+    optimizer, expected = adamw(reference), []
+    for batch in batches:
+        parts = [{"x": x, "y": y, "table": batch["table"]} for x, y in zip(batch["x"].chunk(2, 1), batch["y"].chunk(2))]
+        losses = [reference(**part).loss / 2 for part in parts]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(loss.item() for loss in losses))
+    assert_parity(reference, model, expected, train(model, batches, scheduled=False))
