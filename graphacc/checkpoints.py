@@ -41,6 +41,7 @@ def save_checkpoint(
         binding = engine.binding_of(optimizer)
         tensors |= {f"optimizer/{target}": value for target, value in engine.current_optimizer_state(binding).items()}
         metadata["groups"] = _groups(optimizer)
+        metadata["group_names"] = _group_names(engine, optimizer)
         metadata["names"] = list(binding.names)
     aliases = {f"model/{alias}": f"model/{name}" for alias, name in engine.aliases().items()}
     checkpoint.save(directory, tensors, metadata, aliases=aliases)
@@ -61,19 +62,20 @@ def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: t
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{directory}: format {metadata.get('format')!r} is not {FORMAT}, the one that this version reads")
     wanted = {f"model/{name}": handle.host_value() for name, handle in engine.handles.items() if engine.is_saved(handle)}
-    binding = None
+    binding, groups = None, []
     if optimizer is not None:
         if "groups" not in metadata:
             raise CheckpointError(f"{directory} was saved without an optimizer: load it without one, or save it with save_checkpoint(..., optimizer)")
         binding = engine.binding_of(optimizer)
         wanted |= _wanted_state(directory, engine, binding, metadata)
+        groups = _saved_groups(directory, engine, binding, metadata)
     loaded = checkpoint.load_host(directory, wanted, ignore_extra=() if optimizer is not None else ("optimizer/",))
     with torch.no_grad():
         for name, handle in engine.handles.items():
             if engine.is_saved(handle):
                 handle.overwrite(loaded[f"model/{name}"])
     if binding is not None:
-        _restore_optimizer(binding, engine, loaded, metadata)
+        _restore_optimizer(binding, engine, loaded, groups)
     engine.restart(seed=metadata["seed"], counter=metadata["counter"], steps=metadata["steps"])
     return metadata["extra"]
 
@@ -88,6 +90,36 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict]:
     return groups
 
 
+def _group_names(engine: Engine, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of every parameter group's parameters."""
+    names = {id(handle.tensor): name for name, handle in engine.handles.items()}
+    return [[names[id(parameter)] for parameter in group["params"] if id(parameter) in names] for group in optimizer.param_groups]
+
+
+def _saved_groups(directory, engine: Engine, binding: Binding, metadata: dict) -> list[dict]:
+    """The saved settings of the optimizer's groups, in their order now: a group is known by the names of its parameters.
+
+    Raises:
+        CheckpointError: the parameters are grouped otherwise.
+    """
+    saved = metadata["groups"]
+    if "group_names" not in metadata:  # written before groups had names
+        return saved
+    left: list[frozenset[str] | None] = [frozenset(names) for names in metadata["group_names"]]
+    found = []
+    for position, names in enumerate(_group_names(engine, binding.optimizer)):
+        if frozenset(names) not in left:
+            raise CheckpointError(
+                f"{directory}: no parameter group of its optimizer holds just the parameters of group {position} of this one "
+                f"({', '.join(names) or 'none'}): make the groups as when it was saved, in any order: "
+                f"{'; '.join(', '.join(names) for names in metadata['group_names'])}"
+            )
+        match = left.index(frozenset(names))
+        left[match] = None
+        found.append(saved[match])
+    return found
+
+
 def _wanted_state(directory, engine: Engine, binding: Binding, metadata: dict) -> dict[str, torch.Tensor]:
     if sorted(metadata["names"]) != sorted(binding.names) or len(metadata["groups"]) != len(binding.optimizer.param_groups):
         missing = sorted(set(metadata["names"]) ^ set(binding.names))
@@ -99,7 +131,7 @@ def _wanted_state(directory, engine: Engine, binding: Binding, metadata: dict) -
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in saved.items() if name.startswith("optimizer/")}
 
 
-def _restore_optimizer(binding: Binding, engine: Engine, loaded: dict[str, torch.Tensor], metadata: dict) -> None:
+def _restore_optimizer(binding: Binding, engine: Engine, loaded: dict[str, torch.Tensor], groups: list[dict]) -> None:
     optimizer = binding.optimizer
     optimizer.state.clear()
     for target, value in loaded.items():
@@ -107,7 +139,7 @@ def _restore_optimizer(binding: Binding, engine: Engine, loaded: dict[str, torch
             continue
         name, _, key = target.removeprefix("optimizer/").rpartition("/")
         optimizer.state.setdefault(engine.handles[name].tensor, {})[key] = value
-    for group, saved in zip(optimizer.param_groups, metadata["groups"]):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: tuple(value) if isinstance(group.get(name), tuple) else value for name, value in saved.items()})
     binding.state_on_device = False
 

@@ -22,9 +22,9 @@ _TRANSPOSED = [1, 0]
 def join_products(step: StepGraph, log: Log) -> StepGraph:
     """Rewrite every sum in the backward part that has several products of the same kind, smaller in operands than in result."""
     for last in [node for node in step.graph.nodes if is_sum(node) and not continues(node)]:
-        groups: dict[tuple | torch.fx.Node, list[torch.fx.Node]] = {}
-        for term in terms(last):
-            groups.setdefault(_kind(term) or term, []).append(term)
+        groups: dict[tuple | int, list[torch.fx.Node]] = {}
+        for position, term in enumerate(terms(last)):
+            groups.setdefault(_kind(term) or position, []).append(term)  # a term may be there twice
         if all(len(group) == 1 for group in groups.values()):
             continue
         with step.graph.inserting_before(last):

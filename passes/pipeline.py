@@ -9,6 +9,7 @@ import torch
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
+from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
@@ -37,16 +38,18 @@ def build_pipeline(
 
     Args:
         step: the captured graph, with global shapes. Only its signature is read.
-        batch_dims: target of every BATCH input -> the dim that is split over the devices, or None. Any choice gives the
-            same results; `default_batch_dims` makes a good one.
+        batch_dims: target of every BATCH input -> the dim that is split over the data axes that divide it, or None. Any choice
+            gives the same results; `default_batch_dims` makes a good one.
         splits: parameter -> its split along `tp`; None finds them in `step`, which then needs a forward part.
         homes: parameter -> the pipeline stage where earlier programs keep it.
         experts: the parameters that `ep` splits; None finds them in `step`, which then needs a forward part.
 
     Raises:
-        StrategyError: `batch_dims` does not fit the signature, or a batch dim, or a number of heads, does not divide.
+        StrategyError: `batch_dims` does not fit the signature, or a number of heads does not divide.
     """
-    check_batch(step, strategy, batch_dims)
+    check_batch(step, batch_dims)
+    axes = split_axes(step, strategy, batch_dims)
+    along = {axis: batch_dims_along(axis, axes, batch_dims) for axis in DATA_AXES}
     passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, ATTACH_ATTENTION, ATTACH_EXPERTS]
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
@@ -58,11 +61,11 @@ def build_pipeline(
     if strategy.cp > 1:
         passes.append(context_parallel_pass(step, strategy, batch_dims))
     if strategy.ep > 1:
-        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, batch_dims))
+        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along["ep"]))
     if strategy.fsdp > 1:
-        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, batch_dims))
+        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"]))
     if strategy.dp > 1:
-        passes.append(partition_pass("dp", strategy.dp, 0, batch_dims))
+        passes.append(partition_pass("dp", strategy.dp, 0, along["dp"]))
     return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
 
 
@@ -194,33 +197,3 @@ def _verify_axis(step: StepGraph, axis: str, num_ranks: int) -> None:
             early = [user.name for user in node.users if user.target is not collective.wait_tensor.default]
             if early:
                 raise GraphError(f"nodes {early} read {node.name!r} without waiting for it")
-
-
-def default_batch_dims(step: StepGraph) -> dict[str, int | None]:
-    """Dim 0 of every batch input whose dim 0 has the batch size, that of the first input with a dim."""
-    shapes = {item.target: item.shape for item in step.inputs if item.kind is Kind.BATCH}
-    size = next((shape[0] for shape in shapes.values() if shape), None)
-    return {target: 0 if shape and shape[0] == size else None for target, shape in shapes.items()}
-
-
-def check_batch(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> None:
-    """Raise StrategyError unless every batch input has a valid dim that dp * fsdp * ep divides."""
-    targets = {item.target: item for item in step.inputs if item.kind is Kind.BATCH}
-    if set(batch_dims) != set(targets):
-        raise StrategyError(
-            f"batch_dims names {sorted(batch_dims)}, the batch has {sorted(targets)}: give every one a dim, or None"
-        )
-    ranks = strategy.data_ranks
-    for target, dim in batch_dims.items():
-        shape = targets[target].shape
-        if dim is not None and not 0 <= dim < len(shape):
-            raise StrategyError(
-                f"batch_dims[{target!r}] is {dim}, but that tensor has shape {list(shape)}: give a dim from 0, or None"
-            )
-        if dim is not None and shape[dim] % ranks:
-            raise StrategyError(
-                f"batch input {target!r} has shape {list(shape)}: its dim {dim} of size {shape[dim]} is split over "
-                f"dp={strategy.dp} x fsdp={strategy.fsdp}{f' x ep={strategy.ep}' if strategy.ep > 1 else ''} = {ranks} devices, which do not divide it. "
-                f"Use a batch size that is a multiple of {ranks}, or fewer devices; where the batch is another dim, name it: "
-                f"graphacc.compile(..., batch_dims={{{target!r}: 1}}), or None for a tensor that every device needs whole"
-            )

@@ -43,6 +43,17 @@ def compiling():
         compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def without_onednn():
+    """Keep torch from choosing oneDNN's fused operators (torch.backends.mkldnn.flags, which warns of TF32 at every use)."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 # --- capture -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphacc._compat.torch_ import without_onednn
 from graphacc.errors import CaptureError
 
 
@@ -92,6 +93,21 @@ def _bags_at(rows: Tensor, counted: Tensor | None, offsets: Tensor, mode: str) -
     return total / size.clamp(min=1).unsqueeze(1)
 
 
+def lstm(*args) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.lstm step by step, also where torch would call oneDNN's layer (on CPU, if the input needs no gradient).
+
+    Args:
+        args: as `torch.lstm`, (input, hx, ...), or (data, batch_sizes, hx, ...) of a packed sequence; hx is (h, c), [layers, B, H] each.
+
+    Returns:
+        The outputs, and the last h and c in the shapes of the first ones, which torch's decomposition (2.9) gives a dim more.
+    """
+    hidden, cell = args[2] if isinstance(args[1], Tensor) else args[1]
+    with without_onednn():
+        out, last_hidden, last_cell = torch.lstm(*args)
+    return out, last_hidden.reshape(hidden.shape), last_cell.reshape(cell.shape)
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -99,4 +115,4 @@ class WrittenOut(TorchFunctionMode):
         return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
 
 
-_WRITTEN_OUT = {F.embedding_bag: embedding_bag}
+_WRITTEN_OUT = {F.embedding_bag: embedding_bag, torch.lstm: lstm}

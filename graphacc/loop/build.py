@@ -146,19 +146,31 @@ def accumulating(joint: Step) -> Step:
 
 
 def microbatch(tensor: Tensor, tape: Tape, count: int, index: int) -> Tensor:
-    """Part `index` of `count` of a batch tensor, along dim 0; a tensor without the batch's dim 0 stays whole.
+    """Part `index` of `count` of a batch tensor, along its batch dim; a tensor without one stays whole.
+
+    The batch dim is the one that `batch_dims` names (None: none), else dim 0 where that has the batch size.
 
     Raises:
         StrategyError: the batch cannot be cut into `count` equal parts.
     """
-    sizes = [leaf.shape[0] for leaf in tape.externals if leaf.dim() > 0]
-    if count == 1 or tensor.dim() == 0 or tensor.shape[0] != sizes[0]:
+    dim = _microbatch_dim(tensor, tape)
+    if count == 1 or dim is None:
         return tensor
-    if sizes[0] % count:
+    if tensor.shape[dim] % count:
         raise StrategyError(
-            f"microbatches={count} does not divide the batch of {sizes[0]}: choose a batch size that is a multiple of {count}, or other microbatches"
+            f"microbatches={count} does not divide the batch of {tensor.shape[dim]}: choose a batch size that is a multiple of {count}, or other microbatches"
         )
-    return tensor.chunk(count)[index]
+    return tensor.chunk(count, dim)[index]
+
+
+def _microbatch_dim(tensor: Tensor, tape: Tape) -> int | None:
+    """The dim along which a tensor from outside is cut into microbatches."""
+    asked = tape.engine.programs.batch_dims
+    paths = [path for path, *same in zip(tape.external_paths, tape.sources, tape.externals) if any(leaf is tensor for leaf in same)]
+    if paths and paths[0] in asked:
+        return asked[paths[0]]
+    sizes = (leaf.shape[dim] for path, leaf in zip(tape.external_paths, tape.externals) if (dim := asked.get(path, 0)) is not None and dim < leaf.dim())
+    return 0 if tensor.dim() and tensor.shape[0] == next(sizes, None) else None
 
 
 def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:

@@ -20,7 +20,8 @@ from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
 from graphacc.passes.partition.placement import Split
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
-from graphacc.passes.pipeline import build_pipeline, check_batch, default_batch_dims
+from graphacc.passes.batch import default_batch_dims, unsplit_note
+from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
@@ -94,6 +95,7 @@ class Programs:
         self.compiled: list[Compiled] = []
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
+        self._notes: set[str] = set()  # what has been logged already
         self._labels: dict[Hashable, str] = {}  # of the programs that several processes run
         self._agreements: dict[Hashable, int] = {}  # on a program that is being compiled
 
@@ -210,7 +212,6 @@ class Programs:
     def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> Step:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
-            check_batch(graph, self.strategy, dims)
             return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations)
         return self._passed(graph, dims)
 
@@ -289,14 +290,14 @@ class Programs:
             compile_seconds=time.perf_counter() - start,
         )
 
-    def _dims(self, kind: str, graph: StepGraph) -> dict[str, int | None]:
-        """Batch input -> the dim that is split; an evaluation batch that does not divide is given whole to every device."""
+    def _dims(self, kind: str, graph: Step) -> dict[str, int | None]:
+        """Batch input -> the dim that is split over the data axes that divide it; that some do not is logged once."""
         dims = default_batch_dims(graph)
         dims |= {target: dim for target, dim in self.batch_dims.items() if target in dims}
-        if kind == "forward":
-            shapes = {item.target: item.shape for item in graph.inputs if item.kind is Kind.BATCH}
-            ranks = self.strategy.data_ranks
-            dims = {target: None if dim is None or shapes[target][dim] % ranks else dim for target, dim in dims.items()}
+        note = unsplit_note(graph, self.strategy, dims)
+        if kind != "forward" and note is not None and note not in self._notes:
+            self._notes.add(note)
+            log.warning("graphacc: %s", note)
         return dims
 
     def _reason(self, kind: str, aspects: dict[str, Hashable]) -> str:

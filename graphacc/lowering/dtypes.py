@@ -60,6 +60,8 @@ def cast(x, dtype) -> jax.Array:
         return np.asarray(x).astype(dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x != 0 if dtype == bool else x.real
+    if x.dtype == bool and jnp.issubdtype(dtype, jnp.inexact):  # XLA makes y * convert(mask) a select, which loses 0 * NaN and 0 * inf
+        return jnp.where(x, np.ones((), dtype), np.zeros((), dtype))
     return x if x.dtype == dtype else x.astype(dtype)
 
 

@@ -1,6 +1,6 @@
 """Layouts of an HloStep: the shards of its inputs, outputs and links, from which XLA's SPMD partitioner makes the program.
 
-- the batch, and results that have its dim 0, are split along ``dp`` and ``fsdp``;
+- the batch, and results that have its dim 0, are split along ``dp`` and ``fsdp``, as far as these divide it;
 - parameters that an annotation names are split along ``tp``, and with them their gradients and optimizer state;
 - ZeRO splits along ``fsdp`` what its stage names: 1 optimizer state, 2 gradients too, 3 parameters too.
 
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, Shard, local_shape
 from graphacc.hlo import HloStep
+from graphacc.passes.batch import check_batch, split_axes
 from graphacc.strategy.annotations import P
-from graphacc.strategy.spec import Strategy
+from graphacc.strategy.spec import AXES, Strategy
 
 Item = Input | Output
 _FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the ZeRO stage from which on a kind is split
-DATA_AXES = ("dp", "fsdp")
 
 
 def with_layouts(step: HloStep, strategy: Strategy, *, batch_dims: Mapping[str, int | None], annotations: Mapping[str, P]) -> HloStep:
@@ -30,9 +30,10 @@ def with_layouts(step: HloStep, strategy: Strategy, *, batch_dims: Mapping[str, 
         annotations: first name of a parameter -> what each dim is split over, as `pinned_parameters` checked it.
 
     Raises:
-        StrategyError: the strategy has axes that HLO programs cannot follow.
+        StrategyError: the strategy has axes that HLO programs cannot follow, or `batch_dims` does not fit the signature.
     """
     check_axes(strategy)
+    check_batch(step, batch_dims)
     layout = _Layout(step, strategy, batch_dims, annotations)
 
     def placed(items):
@@ -61,21 +62,23 @@ class _Layout:
         self.owners |= {item.target: item for item in (*step.outputs, *step.links) if item.kind is Kind.GRAD}
         self.owners |= {item.target: item for item in step.inputs if item.kind is Kind.PARAM}
         self.annotations = annotations
-        self.ranks = strategy.dp * strategy.fsdp
-        self.batch_size = _batch_size(step, batch_dims)
+        self.axes = split_axes(step, strategy, batch_dims)
+        self.batch = _batch(step, batch_dims)
 
     def shards(self, item: Item) -> tuple[Shard, ...]:
         if item.kind is Kind.BATCH:
             dim = self.batch_dims[item.target]
-            return () if dim is None else self._data(dim)
+            return () if dim is None else self._data(item.target, dim)
         if item.kind is Kind.USER:
-            return self._data(0) if item.shape and item.shape[0] == self.batch_size and item.shape[0] % self.ranks == 0 else ()
+            is_batch = self.batch is not None and item.shape and item.shape[0] == self.batch.shape[0]
+            return self._data(self.batch.target, 0) if is_batch else ()
         if item.kind in _FROM_STAGE:
             return self._state(item)
         return ()
 
-    def _data(self, dim: int) -> tuple[Shard, ...]:
-        return tuple(Shard(axis=axis, size=size, dim=dim) for axis in DATA_AXES if (size := getattr(self.strategy, axis)) > 1)
+    def _data(self, target: str, dim: int) -> tuple[Shard, ...]:
+        axes = [axis for axis in AXES if axis in self.axes[target]]
+        return tuple(Shard(axis=axis, size=getattr(self.strategy, axis), dim=dim) for axis in axes)
 
     def _state(self, item: Item) -> tuple[Shard, ...]:
         name = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
@@ -102,6 +105,6 @@ def _split(shape: tuple[int, ...], shards: tuple[Shard, ...], num_ranks: int) ->
     return (Shard(axis="fsdp", size=num_ranks, dim=dim),)
 
 
-def _batch_size(step: HloStep, batch_dims: Mapping[str, int | None]) -> int | None:
-    sizes = [item.shape[0] for item in step.inputs if item.kind is Kind.BATCH and batch_dims[item.target] == 0]
-    return sizes[0] if sizes else None
+def _batch(step: HloStep, batch_dims: Mapping[str, int | None]) -> Input | None:
+    """The first batch input whose dim 0 is the batch's."""
+    return next((item for item in step.inputs if item.kind is Kind.BATCH and batch_dims[item.target] == 0), None)

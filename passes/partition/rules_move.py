@@ -1,5 +1,6 @@
 """Rules of operators that move elements: views, permutations, slices, concatenation, creation from a shape."""
 
+import dataclasses
 import math
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, view_split
 from graphacc.passes.partition.routing import exchanged
 from graphacc.passes.partition.rules import Call, Dims, Plan, replicate, rule, split_of
+
+aten = torch.ops.aten
 
 
 @rule("aten.view.default aten._unsafe_view.default")
@@ -57,8 +60,16 @@ def _unsqueeze(call: Call) -> Dims:
 def _squeeze(call: Call) -> Dims:
     shape = call.shape("self")
     dims = call.arguments.get("dim", range(len(shape)))
-    gone = {call.dim("self", dim) for dim in ([dims] if isinstance(dims, int) else dims) if shape and shape[dim] == 1}
-    return _moved(call, [dim for dim in range(len(shape)) if dim not in gone])
+    named = {call.dim("self", dim) for dim in ([dims] if isinstance(dims, int) else dims) if shape}
+    gone = {dim for dim in named if shape[dim] == 1}
+    found = _moved(call, [dim for dim in range(len(shape)) if dim not in gone])
+    if named == gone:
+        return found
+
+    def emit(build, args, kwargs):  # a rank's part may have size 1 in other dims too
+        return build.call(aten.squeeze.dims, args[0], sorted(gone))
+
+    return dataclasses.replace(found, emit=dict.fromkeys(named - gone, emit))
 
 
 @rule("aten.expand.default")

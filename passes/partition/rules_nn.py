@@ -90,5 +90,5 @@ def _upsample_backward(call: Call) -> Dims:
     "aten.pixel_shuffle.default aten.pixel_unshuffle.default"
 )
 def _samplewise(call: Call) -> Dims:
-    results = [_leading(len(value.shape), 1) for value in call.results]
+    results = [_leading(1 if value is None else len(value.shape), 1) for value in call.results]
     return Dims({operand.name: _leading(len(operand.shape), 1) for operand in call.operands}, results)

@@ -27,7 +27,7 @@ SLACK = 1.25
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 _EMBEDDING = aten.embedding.default
-_SDPA = torch.ops.graphacc.sdpa.default
+_ATTENTION = (torch.ops.graphacc.sdpa.default, torch.ops.graphacc.flash_attention.default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,9 +147,9 @@ def work(node: torch.fx.Node) -> float:
 
 
 def _flops(node: torch.fx.Node) -> float:
-    if node.target is _SDPA:
-        query, key = node.args[0].meta["val"], node.args[1].meta["val"]
-        return 4.0 * query.numel() * key.shape[-2]
+    if node.target in _ATTENTION:
+        query, key, value = (operand.meta["val"] for operand in node.args[:3])
+        return 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     if "grouped_mm" in str(node.target):
         rows, weights = node.args[0].meta["val"], node.args[1].meta["val"]
         return 2.0 * rows.numel() * weights.shape[-1]

@@ -15,12 +15,6 @@ def small() -> nn.Module:
     return zoo.MODELS["tied_mlp"]()[0]
 
 
-def test_batch_that_does_not_divide():
-    model = compiled(small(), "dp=8")
-    with pytest.raises(graphacc.StrategyError, match=r"size 6 is split over dp=8 .* multiple of 8"):
-        train(model, batches_of("tied_mlp", 1, batch_size=6))
-
-
 def test_microbatches_that_do_not_divide():
     model = compiled(small(), "microbatches=3")
     with pytest.raises(graphacc.StrategyError, match="microbatches=3 does not divide the batch of 8"):

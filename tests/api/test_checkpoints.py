@@ -82,3 +82,40 @@ def test_loading_into_a_model_that_has_trained(tmp_path):
     expected = run(model, optimizer, batches[2:])
     graphacc.load_checkpoint(tmp_path / "c", model, optimizer)
     assert run(model, optimizer, batches[2:]) == expected
+
+
+def _two_groups(model, order=(0, 1)) -> torch.optim.SGD:
+    """Biases and norms without weight decay and with another momentum, in either order."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [dict(params=decayed, lr=0.1, weight_decay=0.1), dict(params=others, lr=0.02, weight_decay=0.0)]
+    return torch.optim.SGD([groups[i] for i in order], lr=1.0, momentum=0.9)
+
+
+def test_groups_that_change_places_keep_their_settings(tmp_path):
+    start, _ = zoo.MODELS["tied_mlp"]()
+    batches = batches_of("tied_mlp", 4)
+    whole = compiled(copy.deepcopy(start), None)
+    expected = run(whole, _two_groups(whole), batches)
+    first = compiled(copy.deepcopy(start), None)
+    optimizer = _two_groups(first)
+    losses = run(first, optimizer, batches[:2])
+    graphacc.save_checkpoint(tmp_path / "c", first, optimizer)
+
+    second = compiled(zoo.MODELS["tied_mlp"](8, 9)[0], None)
+    optimizer = _two_groups(second, order=(1, 0))
+    graphacc.load_checkpoint(tmp_path / "c", second, optimizer)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.0), (0.1, 0.1)]
+    losses += run(second, optimizer, batches[2:])
+    assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
+
+
+def test_parameters_that_are_grouped_otherwise(tmp_path):
+    model = compiled(zoo.MODELS["tied_mlp"]()[0], None)
+    optimizer = _two_groups(model)
+    run(model, optimizer, batches_of("tied_mlp", 1))
+    graphacc.save_checkpoint(tmp_path / "c", model, optimizer)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    other = torch.optim.SGD([dict(params=trained[:1]), dict(params=trained[1:])], lr=1.0, momentum=0.9)
+    with pytest.raises(graphacc.CheckpointError, match=r"holds just the parameters of group 0 of this one \(unused\): make the groups as"):
+        graphacc.load_checkpoint(tmp_path / "c", model, other)

@@ -5,10 +5,13 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from capturing import batch_values, joint_of, key, model_values, operators, run
 from tolerances import assert_close
+from torch import Tensor, nn
 
 from graphacc.capture.functions import embedding_bag
 from graphacc.errors import CaptureError
+from graphacc.graph import Kind
 
 EQUAL = torch.tensor([[3, 3, 3], [0, 3, 5], [6, 6, 2], [1, 4, 0]])  # the first bag is all padding where 3 is padding
 FLAT, STARTS = torch.tensor([3, 1, 0, 5, 5, 2, 3, 6, 4, 4, 1]), torch.tensor([0, 2, 2, 5, 11])  # an empty bag, and one at the end
@@ -53,3 +56,32 @@ def test_embedding_bag_refuses_what_torch_refuses():
             embedding_bag(input, weight, offsets, **more)
     with pytest.raises(CaptureError, match="scale_grad_by_freq"):
         embedding_bag(EQUAL, weight, scale_grad_by_freq=True)
+
+
+class Recurrent(nn.Module):
+    """An LSTM on a batch that needs no gradient, with states that come and go."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, 2, **options)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        out, (last_h, last_c) = self.lstm(x, (h, c))
+        assert last_h.shape == h.shape and last_c.shape == c.shape
+        return out.pow(2).sum() + last_h.sum() + last_c.sin().sum()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"proj_size": 3}, {"bias": False}], ids=str)
+def test_lstm(options):
+    model = Recurrent(**options)
+    count = 4 if options.get("bidirectional") else 2
+    batch = {"x": torch.randn(5, 3, 4), "h": torch.randn(count, 3, options.get("proj_size", 6)), "c": torch.randn(count, 3, 6)}
+    step = joint_of(model, batch)
+    assert not any("mkldnn" in name for name in operators(step))
+    got = run(step, model_values(model, step) | batch_values(batch) | key())
+    loss = model(**batch)
+    loss.backward()
+    assert_close(got[Kind.LOSS, "loss"], loss.detach())
+    for name, parameter in model.named_parameters():
+        assert_close(got[Kind.GRAD, name], parameter.grad)

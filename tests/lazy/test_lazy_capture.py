@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -279,3 +280,11 @@ def test_importing_torch_xla_leaves_the_process_as_it_was():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"TPU_SKIP_MDS_QUERY": "1"})
     assert result.stdout.strip() == "clean", result.stderr
+
+
+def test_importing_torch_xla_replaces_nothing_of_torch():
+    """torch_xla's import replaces nn.GRU, clip_grad_norm_, new_group and settings of torch.compile for the whole process."""
+    job = pathlib.Path(__file__).with_name("process_state.py")
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
+    result = subprocess.run([sys.executable, "-W", "ignore", job], capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (0, ""), result.stdout + result.stderr

@@ -194,6 +194,8 @@ def test_grid_sampler_gradient():
     x, grid = torch.randn(2, 3, 5, 6), torch.rand(2, 4, 4, 2) * 1.8 - 0.9
     grad = torch.randn(2, 3, 4, 4)
     check_lowering(lambda g, x, grid: aten.grid_sampler_2d_backward(g, x, grid, 0, 0, False, [True, True]), grad, x, grid)
+    for wanted, mask in enumerate(([True, False], [False, True])):
+        check_lowering(lambda g, x, grid: aten.grid_sampler_2d_backward(g, x, grid, 0, 0, False, mask)[wanted], grad, x, grid)
 
 
 def test_as_strided_of_a_dense_input():

@@ -94,6 +94,7 @@ def _move():
     yield _case("aten.unsqueeze.default", [X], ..., -2)
     yield _case("aten.squeeze.default", [(4, 1, 8)], ...)
     yield _case("aten.squeeze.dim", [(4, 1, 8)], ..., 1)
+    yield _case("aten.squeeze.dim", [(4, 1, 8)], ..., 0)
     yield _case("aten.squeeze.dims", [(4, 1, 8)], ..., [0, 1])
     yield _case("aten.expand.default", [(4, 1, 4)], ..., [4, -1, 8, 4])
     yield _case("prims.broadcast_in_dim.default", [(4, 1)], ..., [4, 8, 4], [0, 2])
@@ -302,7 +303,8 @@ def _nn():
         yield _case(f"aten.upsample_{mode}_backward.default", [up3], ..., [16, 8, 8], list(cube), *flags)
     grid = (4, 8, 8, 2)
     yield _case("aten.grid_sampler_2d.default", [P, grid], ..., ..., 0, 0, False)
-    yield _case("aten.grid_sampler_2d_backward.default", [P, P, grid], ..., ..., ..., 0, 0, False, [True, True])
+    for mask in ([True, True], [True, False], [False, True]):
+        yield _case("aten.grid_sampler_2d_backward.default", [P, P, grid], ..., ..., ..., 0, 0, False, mask)
     yield _case("aten.im2col.default", [P], ..., [3, 3], [1, 1], [1, 1], [1, 1])
     yield _case("aten.pixel_shuffle.default", [P], ..., 2)
     yield _case("aten.pixel_unshuffle.default", [P], ..., 2)

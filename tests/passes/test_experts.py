@@ -15,13 +15,14 @@ from zoo_steps import build, check, partitioned, zoo_case
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase
+from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, ExpertReport, find_experts
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import partition
 from graphacc.passes.partition.placement import Split
 from graphacc.passes.partition.rules import ExpertParallel
-from graphacc.passes.pipeline import build_pipeline, default_batch_dims
+from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
 from graphacc.strategy import Strategy
 
@@ -341,12 +342,6 @@ def test_a_model_without_experts():
     step = zoo_case("gpt2").joint
     with pytest.raises(StrategyError, match="ep=2 spreads experts over devices, but no grouped product .* leave ep=1"):
         build_pipeline(step, Strategy(ep=2), batch_dims=default_batch_dims(step))
-
-
-def test_a_batch_that_does_not_divide():
-    step = plain_case("add").joint
-    with pytest.raises(StrategyError, match=r"dp=2 x fsdp=1 x ep=8 = 16 devices, which do not divide it"):
-        build_pipeline(step, Strategy(dp=2, ep=8), batch_dims=default_batch_dims(step))
 
 
 def test_capacity_factors():

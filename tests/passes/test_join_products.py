@@ -64,6 +64,12 @@ def test_other_terms_of_the_sum_stay():
     assert _joined(lambda gs, xs: _sum([_weight(gs[0], xs[0]), xs[1].sum().expand(OUT, IN), _weight(gs[1], xs[1])])) == (1, 1)
 
 
+def test_a_term_that_is_there_twice_stays():
+    """An orthogonal parametrization's backward adds a product to itself."""
+    assert _joined(lambda gs, xs: _sum([term := gs[0].sum() * xs[0].sum().expand(OUT, IN), _weight(gs[1], xs[1]), term])) == (1, 2)
+    assert _joined(lambda gs, xs: _sum([term := _weight(gs[0], xs[0]), term, _weight(gs[1], xs[1])]))[0] >= 1
+
+
 def test_products_of_both_directions_are_joined_by_themselves():
     def function(gs, xs):
         ways = [_weight(g, x) for g, x in zip(gs, xs)], [_transposed(aten.mm.default(_transposed(x), g.sin())) for g, x in zip(gs, xs)]

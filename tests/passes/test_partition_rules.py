@@ -130,6 +130,32 @@ def test_padding_does_not_count(case):
             assert_close(x, y)
 
 
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
+def test_parts_of_size_one(case):
+    """As many ranks as a dim has elements: what is decided by a dim of size 1 is decided by its global size."""
+    _, function, tensors = CASES[case]
+    generator = torch.Generator().manual_seed(case)
+    bases = [_tensor(spec, generator) for spec in tensors]
+    step = trace(lambda *xs: tuple(function(*xs)), [(Kind.BATCH, str(i), x) for i, x in enumerate(bases)], _users(function, bases))
+    expected = run_global(step, bases)
+    for ranks in sorted({size for x in bases for size in x.shape if size > 1}):
+        for seed in range(4):
+            draw = random.Random(seed)
+            placements = {item.name: _split_in_ones(item.shape, ranks, draw) for item in step.inputs}
+            result, _ = partition(step, "a", ranks, placements, {}, lambda shape: None)
+            for x, y in zip(simulate(result, {"a": ranks}, bases), expected, strict=True):
+                assert_close(x, y)
+
+
+def _users(function, bases) -> list[tuple[Kind, str]]:
+    return [(Kind.USER, str(i)) for i in range(len(list(function(*bases))))]
+
+
+def _split_in_ones(shape, ranks: int, draw: random.Random) -> Split | Replicated:
+    dims = [dim for dim, size in enumerate(shape) if size == ranks]
+    return Split(draw.choice(dims)) if dims and draw.random() < 0.8 else Replicated()
+
+
 def test_every_rule_has_a_case():
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     shared = {operator(f"_c10d_functional.{name}.default") for name in names}

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import zoo
+from graphs import trace
 from simulate import run_global
 from tolerances import assert_close
 from torch import nn
@@ -12,11 +13,12 @@ from zoo_steps import build
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph
+from graphacc.ops.flash_attention import flash_attention
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import MARK, Place, Segment, cut, mark_pass, marked_places, owner_of, update_places
 from graphacc.passes.stages.assign import forward_chunks
-from graphacc.passes.stages.units import block_of, cuts, forward_part
+from graphacc.passes.stages.units import FLOPS_PER_BYTE, block_of, cuts, forward_part, work
 from graphacc.passes.stages.values import free_values
 from graphacc.strategy import Strategy
 
@@ -205,3 +207,16 @@ def test_a_buffer_that_two_chunks_share_and_one_writes_is_refused():
     step = marked(case.joint, Strategy(pp=2, stages={"first": 0, "second": 1}))
     with pytest.raises(StrategyError, match="buffer 'level' is read by chunk 0 of the pipeline and written by chunk 1"):
         cut(step, marked_places(step, 2, 2, False), {})
+
+
+def test_attached_attention_counts_as_work():
+    """Both products, [T, D] x [D, S] and [T, S] x [S, E], in every head."""
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 12)
+    step = trace(
+        lambda q, k, v: (flash_attention(q, k, v),),
+        [(Kind.BATCH, name, x) for name, x in (("q", q), ("k", k), ("v", v))],
+        [(Kind.USER, "out")],
+    )
+    (node,) = [node for node in step.graph.nodes if node.target is torch.ops.graphacc.flash_attention.default]
+    stored = FLOPS_PER_BYTE * 4 * (2 * 4 * 6 * 12 + 2 * 4 * 6)  # the output and the log-sum-exp
+    assert work(node) == 2 * 4 * 2 * (6 * 8 * 10 + 6 * 10 * 12) + stored

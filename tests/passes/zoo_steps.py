@@ -11,8 +11,9 @@ from torch import nn
 
 from graphacc.capture import Batch, capture_forward, capture_joint, capture_update, hyperparameters, init_optimizer_state, stitch
 from graphacc.graph import Kind, StepGraph
+from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.partition import PartitionReport
-from graphacc.passes.pipeline import build_pipeline, default_batch_dims
+from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
 from graphacc.strategy import Strategy
 

@@ -1,14 +1,17 @@
 """torch_xla's private API, in one place. Tried with torch_xla 2.9.0, the last release, which loads with torch 2.9 alone.
 
 In a capture torch_xla only traces: its tensors stand for data that it never gets, and nothing is executed but constants of the
-model's code. Its import edits the environment, for its own client, which is started at once; then the environment is put back.
+model's code. Its import edits the environment, for its own client, which is started at once, and replaces functions and settings of
+torch's (`_REPLACED`); then all of that is put back: the process belongs to the user.
 """
 
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -37,7 +40,7 @@ def library() -> ModuleType:
     """
     only_ours = "torch_xla" not in sys.modules
     try:
-        with _environment(PJRT_DEVICE="CPU"):
+        with _environment(PJRT_DEVICE="CPU"), _unchanged():
             import torch_xla
 
             placeholder((1,), torch.float32)
@@ -63,6 +66,31 @@ def _environment(**defaults: str) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+_REPLACED = (
+    ("torch.nn", "GRU"),  # by one that scans
+    ("torch.nn.utils", "clip_grad_norm_"),
+    ("torch.distributed", "new_group"),
+    ("torch._dynamo.config", "automatic_dynamic_shapes"),
+    ("torch._dynamo.config", "specialize_float"),
+    ("torch._functorch.config", "view_replay_for_aliased_outputs"),
+)
+"""What the import of torch_xla replaces for the whole process."""
+
+
+@contextlib.contextmanager
+def _unchanged() -> Iterator[None]:
+    """Whatever the block does to `_REPLACED`, to the filters of warnings and to the root logger's handlers is undone."""
+    before = {(module, name): getattr(importlib.import_module(module), name) for module, name in _REPLACED}
+    handlers = logging.root.handlers[:]
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        logging.root.handlers[:] = handlers
+        for (module, name), value in before.items():
+            setattr(sys.modules[module], name, value)
 
 
 @contextlib.contextmanager

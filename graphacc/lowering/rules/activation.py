@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.extremes import clip, minimum
 from graphacc.lowering.registry import register
 
 _SQRT_HALF = np.sqrt(0.5)
@@ -107,7 +108,7 @@ def _celu(x, alpha=1.0):
 @register_wide("aten.softplus.default")
 def _softplus(x, beta=1, threshold=20):
     scaled = x * beta
-    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
+    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(minimum(scaled, np.asarray(threshold, scaled.dtype)))) / beta)
 
 
 @register_wide("aten.softplus_backward.default")
@@ -118,12 +119,12 @@ def _softplus_backward(grad, x, beta, threshold):
 
 @register_wide("aten.hardsigmoid.default")
 def _hardsigmoid(x):
-    return jnp.clip(x + 3, 0, 6) / 6
+    return clip(x + 3, 0, 6) / 6
 
 
 @register_wide("aten.hardswish.default")
 def _hardswish(x):
-    return x * jnp.clip(x + 3, 0, 6) / 6
+    return x * clip(x + 3, 0, 6) / 6
 
 
 @register_wide("aten.mish.default")

@@ -116,14 +116,14 @@ register(*DECOMPOSED)(_rule)
 
 @register("aten.grid_sampler_2d_backward.default")
 def _grid_sampler_backward(ctx, grad, x, grid, interpolation_mode, padding_mode, align_corners, output_mask):
-    """Gradients of the input and of the grid, as jax's derivative of the forward."""
+    """Gradients of the input and of the grid, as jax's derivative of the forward; torch says a shape for some that nobody asked for."""
     forward = torch.ops.aten.grid_sampler_2d.default
 
     def call(x, grid):
         return run_decomposed(forward, (x, grid, interpolation_mode, padding_mode, align_corners), {})
 
     grads = jax.vjp(call, x, grid)[1](grad)
-    return tuple(value if wanted else None for value, wanted in zip(grads, output_mask))
+    return tuple(None if said is None else value for value, said in zip(grads, ctx.val))
 
 
 @register("aten.upsample_bicubic2d_backward.default")

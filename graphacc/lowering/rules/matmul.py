@@ -10,6 +10,7 @@ import torch
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.extremes import largest
 from graphacc.lowering.registry import register
 
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
@@ -141,7 +142,7 @@ def _distance(difference, p):
     if p == 0:
         return jnp.sum((difference != 0).astype(difference.dtype), -1)
     if p == float("inf"):
-        return jnp.max(difference, -1)
+        return largest(difference, (difference.ndim - 1,))
     return jnp.sqrt(jnp.sum(difference * difference, -1)) if p == 2 else jnp.power(jnp.sum(jnp.power(difference, p), -1), 1 / p)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float, result_type, wide
+from graphacc.lowering.extremes import clip, maximum, minimum, relu
 from graphacc.lowering.registry import register
 
 
@@ -47,7 +48,7 @@ _UNARY = {
     "log2": jnp.log2,
     "neg": jnp.negative,
     "reciprocal": jnp.reciprocal,
-    "relu": lambda x: jnp.maximum(x, 0) if x.dtype != bool else x,
+    "relu": lambda x: relu(x) if x.dtype != bool else x,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sgn": _sgn,
@@ -183,8 +184,8 @@ _BINARY = {
     "lcm": jnp.lcm,
     "logaddexp": jnp.logaddexp,
     "logaddexp2": jnp.logaddexp2,
-    "maximum": jnp.maximum,
-    "minimum": jnp.minimum,
+    "maximum": maximum,
+    "minimum": minimum,
     "mul": jnp.multiply,
     "nextafter": jnp.nextafter,
     "pow": _power,
@@ -314,8 +315,10 @@ def _where(ctx, condition, a, b):
 @register("aten.clamp.default", "aten.clamp.Tensor", "aten.clip.default", "aten.clip.Tensor")
 def clamp(ctx, x, min=None, max=None):
     x = cast(x, ctx.dtype)
-    x = x if min is None else jnp.maximum(x, cast(min, ctx.dtype))
-    return x if max is None else jnp.minimum(x, cast(max, ctx.dtype))
+    if all(bound is None or isinstance(bound, (int, float)) for bound in (min, max)):
+        return clip(x, min, max)
+    x = x if min is None else maximum(x, cast(min, ctx.dtype))
+    return x if max is None else minimum(x, cast(max, ctx.dtype))
 
 
 @register("aten.hardtanh.default")

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float, wide
+from graphacc.lowering.extremes import largest
 from graphacc.lowering.registry import register
 
 
@@ -188,7 +189,7 @@ def _adaptive_max_pool(spatial, ctx, x, _output_size):
     best = jnp.argmax(windows, -1)
     index = jnp.take_along_axis(jnp.broadcast_to(position, windows.shape), best[..., None], -1)[..., 0]
     result_shape = ctx.element(0).shape
-    return jnp.max(windows, -1).reshape(result_shape), index.reshape(result_shape)
+    return largest(windows, (windows.ndim - 1,)).reshape(result_shape), index.reshape(result_shape)
 
 
 def _adaptive_max_pool_backward(spatial, ctx, grad, x, indices):

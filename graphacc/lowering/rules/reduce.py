@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float, wide
+from graphacc.lowering.extremes import largest, smallest
 from graphacc.lowering.registry import register
 
 
@@ -21,6 +22,10 @@ def _reduce(function, ctx, x, dim=None, keepdim=False, **_dtype):
     return cast(function(x, axis=axes(x, dim), keepdims=keepdim), ctx.dtype)
 
 
+def _reduce_to_extreme(function, ctx, x, dim=None, keepdim=False):
+    return function(x, axes(x, dim), keepdim)
+
+
 def _reduce_in_result(function, ctx, x, dim=None, keepdim=False, **_dtype):
     """The operand is cast to the result's dtype first: sums of integers are 64-bit; bf16 is summed in fp32."""
     x = cast(x, wide(ctx.dtype))
@@ -30,8 +35,8 @@ def _reduce_in_result(function, ctx, x, dim=None, keepdim=False, **_dtype):
 def _register_reductions():
     for name, function in {"any": jnp.any, "all": jnp.all}.items():
         register(*(f"aten.{name}.{overload}" for overload in ("default", "dim", "dims")))(functools.partial(_reduce, function))
-    for name, function in {"amax": jnp.max, "amin": jnp.min}.items():
-        register(f"aten.{name}.default", f"prims.{name}.default")(functools.partial(_reduce, function))
+    for name, function in {"amax": largest, "amin": smallest}.items():
+        register(f"aten.{name}.default", f"prims.{name}.default")(functools.partial(_reduce_to_extreme, function))
     tables = {"sum": jnp.sum, "nansum": jnp.nansum, "mean": jnp.mean, "prod": jnp.prod}
     overloads = {
         "sum": ("default", "dim_IntList"),
@@ -50,12 +55,12 @@ _register_reductions()
 
 @register("aten.max.default")
 def _max(ctx, x):
-    return jnp.max(x)
+    return largest(x, axes(x, None))
 
 
 @register("aten.min.default")
 def _min(ctx, x):
-    return jnp.min(x)
+    return smallest(x, axes(x, None))
 
 
 def _arg(function, x, dim, keepdim):
@@ -82,18 +87,18 @@ def _argmin(ctx, x, dim=None, keepdim=False):
 @register("aten.max.dim")
 def _max_dim(ctx, x, dim, keepdim=False):
     index = _arg(jnp.argmax, _comparable(x), dim, keepdim)
-    return jnp.max(x, axis=axes(x, dim), keepdims=keepdim), cast(index, np.int64)
+    return largest(x, axes(x, dim), keepdim), cast(index, np.int64)
 
 
 @register("aten.min.dim")
 def _min_dim(ctx, x, dim, keepdim=False):
     index = _arg(jnp.argmin, _comparable(x), dim, keepdim)
-    return jnp.min(x, axis=axes(x, dim), keepdims=keepdim), cast(index, np.int64)
+    return smallest(x, axes(x, dim), keepdim), cast(index, np.int64)
 
 
 @register("aten.aminmax.default")
 def _aminmax(ctx, x, *, dim=None, keepdim=False):
-    return tuple(function(x, axis=axes(x, dim), keepdims=keepdim) for function in (jnp.min, jnp.max))
+    return tuple(function(x, axes(x, dim), keepdim) for function in (smallest, largest))
 
 
 @register("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")
@@ -143,7 +148,7 @@ def vector_norm(ctx, x, order=2, dim=None, keepdim=False, *, dtype=None):
     x = cast(jnp.abs(x), wide(ctx.dtype))
     dims = axes(x, dim)
     if order in (float("inf"), float("-inf")):
-        result = (jnp.max if order > 0 else jnp.min)(x, axis=dims, keepdims=keepdim)
+        result = (largest if order > 0 else smallest)(x, dims, keepdim)
     elif order == 0:
         result = jnp.sum((x != 0).astype(x.dtype), axis=dims, keepdims=keepdim)
     elif order == 2:

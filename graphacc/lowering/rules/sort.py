@@ -55,7 +55,7 @@ def _topk(ctx, x, k, dim=-1, largest=True, sorted=True):
     if x.ndim == 0 or not largest or x.dtype == bool:
         values, index = sort_with_indices(x, dim, largest)
         return (values, index) if x.ndim == 0 else tuple(lax.slice_in_dim(y, 0, k, axis=dim % x.ndim) for y in (values, index))
-    values, index = lax.top_k(jnp.moveaxis(x, dim, -1), k)
+    values, index = lax.top_k(jnp.moveaxis(_key(x), dim, -1), k)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(index, -1, dim).astype(np.int64)
 
 
