@@ -7,8 +7,8 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 torch.set_num_threads(1)
 

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from address_reference import cut_problem, filled_problem, optimal_height, random_problem
+
 from graphacc.errors import PlanError
 from graphacc.passes.memory.addresses import best_fit, native, portfolio, solve_addresses
 from graphacc.passes.memory.addresses.orders import KEYS, static_orders

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from address_reference import RULES, Search, State, beam, cut_problem, filled_problem, random_problem
+
 from graphacc.passes.memory.addresses import native
 from graphacc.passes.memory.addresses.native import Outcome, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders

@@ -9,7 +9,15 @@ from simulate import simulate
 from tolerances import relative_error
 from torch import nn
 
-from graphacc.capture import Batch, capture_forward, capture_joint, capture_update, hyperparameters, init_optimizer_state, stitch
+from graphacc.capture import (
+    Batch,
+    capture_forward,
+    capture_joint,
+    capture_update,
+    hyperparameters,
+    init_optimizer_state,
+    stitch,
+)
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.partition import PartitionReport
 from graphacc.passes.pipeline import build_pipeline, default_batch_dims

@@ -5,11 +5,11 @@ A long run: ``XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/re
 
 import sys
 
-import pytest
-
 import programs
+import pytest
 import random_programs
 from greedy import SOLVERS
+
 from graphacc._compat import jax_ as compat
 from graphacc.runtime.replan.compiling import has_nested_collectives
 from graphacc.runtime.replan.errors import NotUnderstood
