@@ -1,6 +1,7 @@
-"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported."""
+"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; slices of the matrix."""
 
 import os
+import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -16,3 +17,31 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slice", metavar="K/N", help="of the tests that are selected, run the K-th of N slices, K from 1 to N")
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_collection_modifyitems(config, items):
+    if config.option.slice is None:
+        return
+    number, count = map(int, config.option.slice.split("/"))
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--slice={config.option.slice}: K is not between 1 and N")
+    slices = slices_of(items, count)
+    config.hook.pytest_deselected(items=[item for item in items if slices[item.nodeid] != number])
+    items[:] = [item for item in items if slices[item.nodeid] == number]
+
+
+def slices_of(items, count: int) -> dict[str, int]:
+    """Test -> its slice. Each file's tests are dealt out in turn; those of one model (the parameter `name`) share captures and stay together."""
+    groups: dict[str, dict[str, int]] = {}
+    slices = {}
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        numbers = groups.setdefault(path, {})
+        group = (getattr(item, "callspec", None) and item.callspec.params.get("name")) or item.nodeid
+        slices[item.nodeid] = 1 + (zlib.crc32(path.encode()) + numbers.setdefault(group, len(numbers))) % count
+    return slices

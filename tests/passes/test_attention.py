@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import zoo
+from selection import with_matrix
 from simulate import run_global
 from tolerances import relative_error
 from torch import nn
@@ -133,10 +134,10 @@ def squares_of(step: StepGraph) -> list:
 
 
 PROGRAMS = [(name, "fsdp=4,tp=2") for name in LAYERS] + [("gpt2", None)]
+IN_BF16 = [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, strategy", PROGRAMS)
+@pytest.mark.parametrize("name, strategy", with_matrix(PROGRAMS, [("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")]))
 def test_programs_run_the_kernel_in_every_layer(name, strategy):
     """Parity over five AdamW steps;
     the custom calls get a rank's samples and heads, and attention's operands are not gathered."""
@@ -171,8 +172,7 @@ def _kernels(model: nn.Module, target: str) -> list[str]:
     return [line for line in lines if f'custom_call_target="{target}"' in line]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, strategy", [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")])
+@pytest.mark.parametrize("name, strategy", with_matrix(IN_BF16, [("llama", None), ("gpt2", "fsdp=4,tp=2")]))
 def test_bf16(name, strategy):
     """Products and attention in bf16, parameters in fp32: losses within the resolution of bf16."""
     reference, _ = zoo.MODELS[name]()
@@ -187,8 +187,7 @@ def test_bf16(name, strategy):
         assert len(calls) == LAYERS[name] and all("(bf16[" in call.split("custom-call(")[0] for call in calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", with_matrix(LAYERS, ["gpt2", "t5"]))
 def test_gradients_against_float64(name):
     model, _ = zoo.MODELS[name]()
     reference, (batch,) = copy.deepcopy(model).double(), batches_of(name, steps=1)

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from selection import with_matrix
 from simulate import run_global
 from zoo_steps import check, zoo_case
 
@@ -41,13 +42,15 @@ def test_a_whole_step(name, strategy):
     run(name, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["tp=2,fsdp=2", "tp=2,cp=2,sequence_parallel=true"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "t5", "bert", "nn_transformer"])
+OTHERS = [(name, strategy) for name in ("qwen3_moe", "t5", "bert", "nn_transformer") for strategy in ("tp=2,fsdp=2", "tp=2,cp=2,sequence_parallel=true")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, [OTHERS[0], OTHERS[3]]))
 def test_other_models(name, strategy):
     run(name, strategy)
 
 
-@pytest.mark.parametrize("name", ["vit", "clip", "lstm_lm", "resnet", "mixtral", "tied_mlp"])
+@pytest.mark.parametrize("name", with_matrix(["vit", "clip", "lstm_lm", "resnet", "mixtral", "tied_mlp"], ["clip", "resnet", "tied_mlp"]))
 def test_tensor_parallelism_of(name):
     run(name, "tp=2,sequence_parallel=true")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from graphs import trace
+from selection import with_matrix
 from simulate import run_global
 from zoo_steps import partitioned, zoo_case
 
@@ -35,7 +36,10 @@ def test_interleaved_blocks_join_to_the_global_tensor():
     assert torch.equal(join(blocks, x.shape, shards, mesh), x)
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")])
+STEPS = [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(STEPS, STEPS[:1]))
 def test_training_step_in_processes(name, strategy):
     case = zoo_case(name)
     inputs = case.inputs(case.step)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import zoo
+from selection import with_matrix
 from simulate import run_global
 from zoo_steps import Case, check, forward_case, partitioned, zoo_case
 
@@ -32,14 +33,14 @@ def _param_bytes(name: str, *, trained: bool) -> int:
     return sum(4 * math.prod(item.shape) for item in params if item.trainable or not trained)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "mixtral", "resnet", "clip", "lstm_lm", "tied_mlp"]))
 def test_zero_3_on_four_ranks(name):
     (report,) = _check(name, "fsdp=4,zero=3")
     if name in INDEPENDENT:
         _assert_volume(report, name, gathers=2)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "clip", "tied_mlp"]))
 def test_zero_2_with_replicas(name):
     fsdp, dp = _check(name, "dp=2,fsdp=2,zero=2")
     if name in INDEPENDENT:
@@ -48,7 +49,7 @@ def test_zero_2_with_replicas(name):
         assert dp.size_bytes("all_reduce") <= _param_bytes(name, trained=True) / 2 * 1.05 + 64  # gradients are reduced as shards
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "mixtral", "tied_mlp"]))
 def test_zero_2_is_zero_1_where_a_step_is_one_microbatch(name):
     """Gradients never leave the step, so tests/api/test_parity.py trains under one of the two."""
     case = _case(name)[0]
@@ -57,8 +58,10 @@ def test_zero_2_is_zero_1_where_a_step_is_one_microbatch(name):
     assert (first.inputs, first.outputs) == (second.inputs, second.outputs)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-@pytest.mark.parametrize("strategy", ["dp=2", "fsdp=2,zero=1", "fsdp=8,zero=3"])
+OTHERS = [(name, strategy) for strategy in ("dp=2", "fsdp=2,zero=1", "fsdp=8,zero=3") for name in ("gpt2", "resnet")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, [("resnet", "dp=2"), ("gpt2", "fsdp=2,zero=1"), ("resnet", "fsdp=8,zero=3")]))
 def test_other_strategies(name, strategy):
     _check(name, strategy)
 
