@@ -1,5 +1,6 @@
 """Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; slices of the matrix."""
 
+import gc
 import os
 import zlib
 
@@ -17,6 +18,13 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish(session):
+    """Two million objects of the imports are not searched for cycles again and again, which took a seventh of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_addoption(parser):

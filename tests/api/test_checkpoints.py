@@ -7,19 +7,21 @@ import torch
 import zoo
 from selection import with_matrix
 from tolerances import relative_error
-from training import adamw, batches_of, compiled
+from training import adamw, batches_of, captured_once, compiled
 
 import graphacc
 
 
 def run(model, optimizer, batches) -> list[float]:
     losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    dropout = sum(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    with captured_once("checkpoints", type(model), dropout):
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     return losses
 
 

@@ -29,7 +29,7 @@ def test_training_equals_plain_pytorch(trained, name, strategy):
     trained(name, strategy)
 
 
-@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, OTHERS[2:3]))
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, OTHERS[:1]))
 def test_other_models(name, strategy):
     check_parity(name, strategy)
 
@@ -232,7 +232,7 @@ def test_sequence_parallelism_needs_tp():
         graphacc.Strategy(sequence_parallel=True)
 
 
-@pytest.mark.parametrize("strategy", with_matrix(["tp=2", "fsdp=2,tp=2", "tp=2,sequence_parallel=true", "dp=2,cp=2"], ["fsdp=2,tp=2", "dp=2,cp=2"]))
+@pytest.mark.parametrize("strategy", with_matrix(["tp=2", "fsdp=2,tp=2", "tp=2,sequence_parallel=true", "dp=2,cp=2"], ["fsdp=2,tp=2"]))
 def test_dropout_draws_what_one_device_draws(strategy):
     """The numbers depend on the place in the global tensor: equal where an activation is replicated, different along data axes."""
     config = zoo.transformers.GPT2Config(
@@ -247,4 +247,5 @@ def test_dropout_draws_what_one_device_draws(strategy):
         with captured_once("dropout"):
             runs.append(train(compiled(net, how, seed=7), batches))
     assert runs[1] == pytest.approx(runs[0], abs=2e-5)
-    assert train(compiled(again, strategy, seed=7), batches) == runs[1]
+    with captured_once("dropout"):
+        assert train(compiled(again, strategy, seed=7), batches) == runs[1]

@@ -1,26 +1,16 @@
 """Partitions along tp and cp, alone and with data axes, against the unpartitioned graph: every output of a whole step."""
 
-import functools
-
 import pytest
 from selection import with_matrix
 from simulate import run_global
-from zoo_steps import check, zoo_case
+from zoo_steps import check, shared_case, zoo_case
 
 from graphacc.passes.partition.placement import Replicated, Split
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 
 
-@functools.lru_cache(maxsize=2)
-def case_of(name: str):
-    case = zoo_case(name)
-    step = case.step
-    inputs = case.inputs(step)
-    return case, inputs, run_global(step, inputs)
-
-
 def run(name: str, strategy: str):
-    case, inputs, expected = case_of(name)
+    case, inputs, expected = shared_case(name)
     reports = check(case.step, strategy, inputs, expected)
     return {report.axis: report for report in reports if hasattr(report, "collectives")}
 
@@ -63,7 +53,7 @@ def test_gradients_of_post_norm_blocks_are_summed_once():
 
 
 def roles(name: str, ranks: int = 2, pinned=None):
-    return find_tensor_parallel(case_of(name)[0].step, ranks, pinned or {})
+    return find_tensor_parallel(shared_case(name)[0].step, ranks, pinned or {})
 
 
 def test_columns_and_rows():
