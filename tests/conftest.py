@@ -1,8 +1,7 @@
-"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; slices of the matrix."""
+"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; `--slice`."""
 
 import gc
 import os
-import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -11,6 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import pytest
 import torch
+from selection import slices_of
 
 torch.set_num_threads(1)
 
@@ -41,15 +41,3 @@ def pytest_collection_modifyitems(config, items):
     slices = slices_of(items, count)
     config.hook.pytest_deselected(items=[item for item in items if slices[item.nodeid] != number])
     items[:] = [item for item in items if slices[item.nodeid] == number]
-
-
-def slices_of(items, count: int) -> dict[str, int]:
-    """Test -> its slice. Each file's tests are dealt out in turn; those of one model (the parameter `name`) share captures and stay together."""
-    groups: dict[str, dict[str, int]] = {}
-    slices = {}
-    for item in items:
-        path = item.nodeid.partition("::")[0]
-        numbers = groups.setdefault(path, {})
-        group = (getattr(item, "callspec", None) and item.callspec.params.get("name")) or item.nodeid
-        slices[item.nodeid] = 1 + (zlib.crc32(path.encode()) + numbers.setdefault(group, len(numbers))) % count
-    return slices
