@@ -8,7 +8,7 @@ import zoo
 from selection import with_matrix
 from tolerances import relative_error
 from torch import nn
-from training import adamw, batches_of, check_parity, compiled, train
+from training import adamw, batches_of, captured_once, check_parity, compiled, train
 
 from graphacc.graph import Kind
 from graphacc.optim import CPUAdam
@@ -67,7 +67,9 @@ def test_bf16_computes_in_bf16_with_fp32_masters(name, strategy):
     reference, _ = zoo.MODELS[name]()
     model = compiled(copy.deepcopy(reference), strategy, precision="bf16")
     batches = batches_of(name)
-    expected, losses = train(reference, batches), train(model, batches)
+    expected = train(reference, batches)
+    with captured_once("parity", name):
+        losses = train(model, batches)
     error = relative_error(torch.tensor(losses), torch.tensor(expected))
     assert 1e-7 < error < 2e-2
     assert all(p.dtype == torch.float32 for p in model.parameters())
@@ -99,8 +101,9 @@ def sharded_memory(strategy):
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())))
     model = compiled(model, strategy)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(8, 256)).pow(2).mean().backward()
-    optimizer.step()
+    with captured_once("sharded memory"):
+        model(torch.randn(8, 256)).pow(2).mean().backward()
+        optimizer.step()
     return model
 
 
@@ -137,13 +140,15 @@ def test_gradient_accumulators_are_sharded_from_stage_two():
 def test_state_dict_round_trip_keeps_names_and_ties():
     reference, _ = zoo.MODELS["gpt2"]()
     model = compiled(copy.deepcopy(reference), "fsdp=8")
-    train(model, batches_of("gpt2", 2))
+    with captured_once("parity", "gpt2"):
+        train(model, batches_of("gpt2", 2))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     assert list(state) == list(reference.state_dict())
     reference.load_state_dict(state)
     assert torch.equal(reference.lm_head.weight, reference.transformer.wte.weight)
     other = compiled(zoo.MODELS["gpt2"](8, 3)[0], "dp=2")
-    train(other, batches_of("gpt2", 1))
+    with captured_once("parity", "gpt2"):
+        train(other, batches_of("gpt2", 1))
     other.load_state_dict(state)
     expected, losses = train(reference, batches_of("gpt2", 2)), train(other, batches_of("gpt2", 2))
     assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
