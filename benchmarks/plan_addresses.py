@@ -3,13 +3,14 @@
     python benchmarks/plan_addresses.py [FOLDER] [--seconds 10] [--large-seconds 60] [--threads 2]
                                         [--minimalloc PROGRAM] [--json FILE]
 
-FOLDER holds CSV files in MiniMalloc's format (default: ../shared/data/address beside the repository); a number before
+FOLDER holds CSV files in MiniMalloc's format, which may be packed by xz (default: tests/memory/instances); a number before
 `.csv` is the capacity to decide, without one the height is minimised. Heights are relative to the lower bound.
 "Wall" and "cpu" are seconds of the whole solve; on a machine with other work cpu says more. MiniMalloc has the same time.
 """
 
 import argparse
 import json
+import lzma
 import os
 import pathlib
 import platform
@@ -98,7 +99,7 @@ def show(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=ROOT.parent / "shared" / "data" / "address")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=ROOT / "tests" / "memory" / "instances")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--large-seconds", type=float, default=60)
     parser.add_argument("--threads", type=int, default=2)
@@ -110,9 +111,14 @@ def main() -> None:
     peer = "  | MiniMalloc   s" if options.minimalloc else ""
     print(f"height / lower bound       |  best fit       s |   planned    wall     cpu{peer}")
     rows = []
-    for path in sorted(options.folder.glob("*.csv")):
-        rows.append(measure(path, options))
-        print(show(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as unpacked:
+        for path in sorted(options.folder.glob("*.csv*")):
+            if path.suffix == ".xz":
+                plain = pathlib.Path(unpacked) / path.stem
+                plain.write_bytes(lzma.decompress(path.read_bytes()))
+                path = plain
+            rows.append(measure(path, options))
+            print(show(rows[-1]), flush=True)
     decided = [row["ours"]["wall"] for row in rows if row["capacity"]]
     if decided:
         fitted = sum(row["ours"]["height"] > 0 for row in rows if row["capacity"])

@@ -1,5 +1,6 @@
-"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported."""
+"""Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; `--slice`."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -7,8 +8,9 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
+from selection import slices_of
 
 torch.set_num_threads(1)
 
@@ -16,3 +18,26 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish(session):
+    """The 600,000 objects of the imports are not searched for cycles again and again, which took about a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slice", metavar="K/N", help="of the tests that are selected, run the K-th of N slices, K from 1 to N")
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_collection_modifyitems(config, items):
+    if config.option.slice is None:
+        return
+    number, count = map(int, config.option.slice.split("/"))
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--slice={config.option.slice}: K is not between 1 and N")
+    slices = slices_of(items, count)
+    config.hook.pytest_deselected(items=[item for item in items if slices[item.nodeid] != number])
+    items[:] = [item for item in items if slices[item.nodeid] == number]

@@ -1,9 +1,13 @@
 """The dependencies between folders go one way, and importing graphacc has no side effects."""
 
 import ast
+import collections
 import pathlib
 import subprocess
 import sys
+import types
+
+from selection import slices_of
 
 import graphacc
 
@@ -90,6 +94,17 @@ def test_importing_has_no_side_effects():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "clean", result.stderr
+
+
+def test_every_test_is_in_the_default_or_in_one_slice_of_the_matrix(request):
+    """`-m "not matrix"` and `-m matrix` leave nothing out, nor do the slices of what they select."""
+    assert request.config.getini("addopts")[-2:] == ["-m", "not matrix"]
+    slices = slices_of(request.session.items, 5)
+    assert set(slices) == {item.nodeid for item in request.session.items} and set(slices.values()) <= set(range(1, 6))
+    parts = [types.SimpleNamespace(nodeid=f"tests/test_x.py::test[{i}]") for i in range(12)]
+    assert sorted(collections.Counter(slices_of(parts, 5).values()).values()) == [2, 2, 2, 3, 3]
+    models = [types.SimpleNamespace(nodeid=f"tests/test_x.py::test[{i}]", callspec=types.SimpleNamespace(params={"name": i % 2})) for i in range(12)]
+    assert len({slices_of(models, 5)[item.nodeid] for item in models[::2]}) == 1
 
 
 def test_public_names_exist():

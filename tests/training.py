@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -60,15 +61,21 @@ def assert_parity(reference: nn.Module, model: nn.Module, expected: list[float],
 
 def check_parity(name: str, strategy: str | None, make_optimizer: Callable = adamw, **options) -> nn.Module:
     """Train a zoo model both ways; returns the compiled model."""
-    reference, _ = zoo.MODELS[name]()
-    model = copy.deepcopy(reference)
+    model, reference, expected = plainly_trained(name, make_optimizer)
     batches = batches_of(name)
-    expected = train(reference, batches, make_optimizer)
-    model = compiled(model, strategy, **options)
+    model = compiled(copy.deepcopy(model), strategy, **options)
     with captured_once("parity", name) if make_optimizer is adamw and not options else contextlib.nullcontext():
         losses = train(model, batches, make_optimizer)
     assert_parity(reference, model, expected, losses)
     return model
+
+
+@functools.cache
+def plainly_trained(name: str, make_optimizer: Callable = adamw) -> tuple[nn.Module, nn.Module, list[float]]:
+    """A zoo model, the same after plain PyTorch's training, and its losses; nobody changes them."""
+    model, _ = zoo.MODELS[name]()
+    reference = copy.deepcopy(model)
+    return model, reference, train(reference, batches_of(name), make_optimizer)
 
 
 @contextlib.contextmanager

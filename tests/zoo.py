@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import transformers  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
 
 HIDDEN, LAYERS, HEADS, VOCAB, SEQ = 32, 2, 4, 96, 16
 IGNORED = -100

@@ -7,8 +7,8 @@ from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.state import TrainState
 
 __all__ = [
-    "Cost",
     "DEFAULT_PLAN_SECONDS",
+    "Cost",
     "Memory",
     "MemoryPlan",
     "Program",

@@ -181,7 +181,7 @@ def _prepare(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     own = {files.MANIFEST, *(path.name for path in _own_files(directory))}
     present = sorted(path.name for path in directory.iterdir())
-    if files.is_checkpoint(directory) or own.issuperset(present) and files.MANIFEST not in present:
+    if files.is_checkpoint(directory) or (own.issuperset(present) and files.MANIFEST not in present):
         files.sync_directory(directory.parent)
         return
     raise CheckpointError(f"{directory} is no checkpoint but holds {', '.join(present[:5])}: choose an empty or new directory")

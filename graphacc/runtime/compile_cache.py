@@ -11,6 +11,7 @@ wrong with a cache stops a run. The oldest entries go when the directory grows o
 Loading an entry runs machine code from it: keep the directory as private as your programs.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -130,10 +131,8 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _touch(path: pathlib.Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a read-only directory: its entries keep their age
         os.utime(path)
-    except OSError:
-        pass  # a read-only directory: its entries keep their age
 
 
 def _evict(directory: pathlib.Path, limit_bytes: int) -> None:

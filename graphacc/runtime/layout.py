@@ -28,7 +28,7 @@ def partition_spec(item: Item) -> PartitionSpec:
     return PartitionSpec(*(_entry(axes.get(dim, [])) for dim in range(max(axes, default=-1) + 1)))
 
 
-def _entry(axes: list[str]) -> None | str | tuple[str, ...]:
+def _entry(axes: list[str]) -> str | tuple[str, ...] | None:
     return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
 

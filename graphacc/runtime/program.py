@@ -20,7 +20,13 @@ from graphacc.runtime.compile_cache import CompileCache, default_directory
 from graphacc.runtime.distributed import process_index
 from graphacc.runtime.hlo_program import spmd_function
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding, stored_shape
-from graphacc.runtime.replan.compiling import CPU_SCHEDULES, SCHEDULE_PREFIX, SCHEDULER_OPTION, compile_and_replan, compile_cached
+from graphacc.runtime.replan.compiling import (
+    CPU_SCHEDULES,
+    SCHEDULE_PREFIX,
+    SCHEDULER_OPTION,
+    compile_and_replan,
+    compile_cached,
+)
 from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.transfer import processes_of, without_data
 

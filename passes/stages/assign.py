@@ -7,6 +7,7 @@ parameters already lie restrict the choice.
 """
 
 import fnmatch
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch.fx
@@ -40,7 +41,7 @@ def forward_chunks(step: StepGraph, strategy: Strategy, homes: Mapping[str, int]
     edges = _balanced(found, allowed, strategy, homes)
     return {
         node: chunk
-        for chunk, (first, last) in enumerate(zip(edges, edges[1:]))
+        for chunk, (first, last) in enumerate(itertools.pairwise(edges))
         for unit in found[first:last]
         for node in unit.nodes
     }
@@ -139,7 +140,7 @@ def _entry_costs(found: Sequence[Unit], num_chunks: int) -> list[float]:
     """What a chunk pays for the cut before it, by the unit that it starts with."""
     mean = sum(unit.cost for unit in found) / num_chunks
     costs = [0.0]
-    for before, unit in zip(found, found[1:]):
+    for before, unit in itertools.pairwise(found):
         inside = before.block and before.block == unit.block
         costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + (_BROKEN_BLOCK * mean if inside else 0.0))
     return costs

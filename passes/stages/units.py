@@ -8,6 +8,7 @@ transformer, the places where the residual stream alone crosses. Units whose mod
 """
 
 import dataclasses
+import itertools
 import re
 
 import torch
@@ -84,7 +85,7 @@ def forward_part(step: StepGraph) -> Forward:
 def cuts(forward: Forward) -> list[int]:
     """Places, each before the call of that index, where units may be separated."""
     working = [i for i, node in enumerate(forward.nodes) if _works(node, forward)]
-    candidates = [narrowest(forward, left + 1, right) for left, right in zip(working, working[1:])]
+    candidates = [narrowest(forward, left + 1, right) for left, right in itertools.pairwise(working)]
     widths = [forward.crossing_bytes[i] for i in candidates]
     return [
         i
@@ -106,7 +107,7 @@ def narrowest(forward: Forward, first: int, last: int) -> int:
 def units(forward: Forward, places: list[int]) -> list[Unit]:
     """The units between the given places."""
     edges = [0, *places, len(forward.nodes)]
-    return [_unit(forward, first, last) for first, last in zip(edges, edges[1:])]
+    return [_unit(forward, first, last) for first, last in itertools.pairwise(edges)]
 
 
 def _unit(forward: Forward, first: int, last: int) -> Unit:

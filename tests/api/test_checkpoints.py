@@ -5,24 +5,27 @@ import copy
 import pytest
 import torch
 import zoo
+from selection import with_matrix
 from tolerances import relative_error
-from training import adamw, batches_of, compiled
+from training import adamw, batches_of, captured_once, compiled
 
 import graphacc
 
 
 def run(model, optimizer, batches) -> list[float]:
     losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    dropout = sum(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    with captured_once("checkpoints", type(model), dropout):
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("after", [None, "fsdp=8,zero=3", "dp=2,fsdp=2,zero=1"], ids=lambda text: text or "one device")
+@pytest.mark.parametrize("after", with_matrix([None, "fsdp=8,zero=3", "dp=2,fsdp=2,zero=1"], [None, "dp=2,fsdp=2,zero=1"]), ids=lambda text: text or "one device")
 def test_training_continues_under_another_strategy(after, tmp_path):
     start, _ = zoo.MODELS["gpt2"]()
     batches = batches_of("gpt2", 4)

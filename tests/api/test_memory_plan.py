@@ -5,12 +5,16 @@ import copy
 import pytest
 import torch
 import zoo
+from selection import with_matrix
 from training import assert_parity, batches_of, compiled, train
 
 STEPS = 3
 
 
-@pytest.mark.parametrize("name, strategy, batch_size", [("gpt2", "fsdp=8", 256), ("qwen3_moe", None, 64)])
+CASES = [("gpt2", "fsdp=8", 256), ("qwen3_moe", None, 64)]
+
+
+@pytest.mark.parametrize("name, strategy, batch_size", with_matrix(CASES, CASES[:1]))
 def test_planned_steps_train_as_torch_does(name, strategy, batch_size):
     reference, _ = zoo.MODELS[name]()
     planned, plain = copy.deepcopy(reference), copy.deepcopy(reference)

@@ -59,7 +59,7 @@ def test_tied_weight_is_one_input_with_one_summed_gradient():
 def test_shared_module_and_frozen_parameter():
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)
-    step, got = check(Applied(lambda self, x: self.b(self.a(x)).square().mean(), a=layer, b=layer), {"x": X})
+    step, _ = check(Applied(lambda self, x: self.b(self.a(x)).square().mean(), a=layer, b=layer), {"x": X})
     trainable = {item.target: item.trainable for item in step.inputs if item.kind is Kind.PARAM}
     assert trainable == {"weight": False, "a.weight": True, "a.bias": False}
 

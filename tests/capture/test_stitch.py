@@ -57,7 +57,7 @@ def test_user_outputs_of_the_joint_graph_feed_gradient_code():
 
 
 def test_missing_gradient_is_named():
-    model, joint, update = graphs()
+    model, _, update = graphs()
     model.second.requires_grad_(False)
     with pytest.raises(GraphError, match="reads \\['second.weight', 'second.bias'\\]"):
         stitch(joint_of(model, {"x": X}), update)

@@ -8,9 +8,10 @@ import threading
 
 import pytest
 import torch
+from tolerances import assert_close
+
 from graphacc.kernels import library
 from graphacc.optim import CPUAdam
-from tolerances import assert_close
 
 ULPS = 1e-6   # a few roundings of fp32, relative to the tensor's largest value
 SIZES = (0, 1, 7, 8, 15, 16, 17, 1000, 100003)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from selection import with_matrix
 from tolerances import relative_error
 from torch import nn
 from training import compiled
@@ -362,7 +363,7 @@ def flatten(values) -> torch.Tensor:
     return torch.tensor(flat, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("strategy", [None, "dp=2,fsdp=2"], ids=lambda text: text or "one device")
+@pytest.mark.parametrize("strategy", with_matrix([None, "dp=2,fsdp=2"], ["dp=2,fsdp=2"]), ids=lambda text: text or "one device")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loop_gives_what_plain_pytorch_gives(loop, strategy):
     reference = Net()

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-import torch.distributed  # noqa: F401  (registers the functional collectives)
+import torch.distributed  # registers the functional collectives
 from helpers_lowering import step_graph, to_array, to_tensor
 from jax.sharding import PartitionSpec as P
 
 import graphacc.lowering
-import graphacc.ops  # noqa: F401  (registers the operators)
+import graphacc.ops  # registers the operators
 from graphacc._compat.jax_ import x64
 
 c10d = torch.ops._c10d_functional

@@ -7,7 +7,7 @@ import torch
 from helpers_lowering import check_lowering, run_lowered, step_graph, to_array
 
 import graphacc.lowering
-import graphacc.ops  # noqa: F401  (registers the operators that rules name)
+import graphacc.ops  # registers the operators that rules name
 from graphacc._compat.jax_ import x64
 from graphacc.errors import LoweringError
 from graphacc.lowering import interpret, registry

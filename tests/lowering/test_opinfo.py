@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers_lowering import check_lowered_together, run_lowered, step_graph
 from operator_database import op_db
+from selection import with_matrix
 from torch.utils import _pytree as pytree
 
 import graphacc.lowering
@@ -111,7 +112,7 @@ def _sweep(entries) -> tuple[set[str], dict[str, str]]:
         try:
             if dtype is not None and _check_entry(op, dtype, limit):
                 covered.add(op.full_name)
-        except Exception as error:  # noqa: BLE001  (gathered, and asserted to be none)
+        except Exception as error:  # gathered, and asserted to be none
             failures[f"{op.full_name} {dtype}"] = f"{type(error).__name__}: {error}"[:300]
     return covered, failures
 
@@ -125,8 +126,9 @@ def _core_operators() -> list[str]:
     return found
 
 
-def test_op_db_agrees_with_eager_torch(capsys):
-    covered, failures = _sweep((op, _dtype(op), SAMPLES) for op in op_db)
+@pytest.mark.parametrize("samples", with_matrix([1, SAMPLES], [1]))
+def test_op_db_agrees_with_eager_torch(capsys, samples):
+    covered, failures = _sweep((op, _dtype(op), samples) for op in op_db)
     core = _core_operators()
     with_rule = [name for name in core if registry.find(name)]
     share, core_share = len(covered) / len(op_db), len(with_rule) / len(core)
@@ -143,6 +145,7 @@ def test_every_core_operator_has_a_rule_or_a_reason():
     assert [name for name in _core_operators() if not registry.find(name) and not registry.reason(name)] == []
 
 
+@pytest.mark.matrix
 def test_integers_agree_with_eager_torch():
     covered, failures = _sweep((op, torch.int64, 2) for op in op_db if torch.int64 in op.dtypes and _dtype(op) != torch.int64)
     assert failures == {}

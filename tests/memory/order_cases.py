@@ -10,7 +10,10 @@ from graphacc.passes.memory.problem import Buffer, Operator, Problem
 def random_problem(seed: int, num_operators: int) -> Problem:
     """A program of operators that create, read and update buffers in place; some buffers are inputs, outputs, or both."""
     rng = random.Random(seed)
-    sizes = lambda: rng.choice([0, 1, 1, 2, 3, 5, 8, 13])
+
+    def sizes():
+        return rng.choice([0, 1, 1, 2, 3, 5, 8, 13])
+
     buffers = [
         Buffer(name=f"input{i}", size=sizes(), is_input=True, is_output=rng.random() < 0.4) for i in range(rng.randrange(4))
     ]

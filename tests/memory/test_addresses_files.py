@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 from address_reference import cut_problem
+
 from graphacc import cli
 from graphacc.errors import PlanError
 from graphacc.passes.memory.addresses.picture import save_picture

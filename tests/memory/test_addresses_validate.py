@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from graphacc.errors import PlanError
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, Buffer, LiveBuffer, Operator, Problem, Status
 from graphacc.passes.memory.validate import check_address_plan, check_addresses, check_order, check_problem

@@ -25,7 +25,7 @@ class _Builder:
     def __init__(self, *kinds: Kind):
         self.graph = torch.fx.Graph()
         self.inputs, self.kinds = [], kinds
-        for i, kind in enumerate(kinds):
+        for i in range(len(kinds)):
             node = self.graph.placeholder(f"in{i}")
             node.meta["val"] = torch.empty(8, device="meta")
             self.inputs.append(node)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from graphacc import cli
 from graphacc.errors import PlanError
 from graphacc.passes.memory.jsonfile import read_order_problem, write_order_problem

@@ -139,7 +139,7 @@ def test_a_narrow_beam_never_claims_a_proof():
     lost = 0
     for seed in range(300):
         graph = compile_problem(random_problem(seed, 12))
-        outcome, order = beam(graph, best_peak(graph), width=1, guide=program(graph), seconds=10)
+        outcome, _ = beam(graph, best_peak(graph), width=1, guide=program(graph), seconds=10)
         assert outcome in (Outcome.FOUND, Outcome.LOST)
         lost += outcome is Outcome.LOST
     assert lost > 0

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
+from selection import with_matrix
 from torch import nn
 from training import assert_parity, batches_of, captured_once, check_parity, compiled, train
 
@@ -17,13 +18,18 @@ B, T, D = 8, zoo.SEQ, zoo.HIDDEN
 ACTIVATION = B * T * D * 4  # bytes of [B, T, D] in fp32
 
 
-@pytest.mark.parametrize("strategy", ["tp=2", "tp=4", "tp=2,sequence_parallel=true"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "t5"])
+STRATEGIES = ("tp=2", "tp=4", "tp=2,sequence_parallel=true")
+CASES = [(name, strategy) for name in ("gpt2", "llama", "qwen3_moe", "t5") for strategy in STRATEGIES]
+DEFAULT = [case for case in CASES if case[0] == "llama" or case in (("gpt2", "tp=2"), ("gpt2", STRATEGIES[2]), ("t5", "tp=2"))]
+OTHERS = [("vit", "tp=2"), ("bert", "tp=2"), ("nn_transformer", "tp=2,sequence_parallel=true"), ("lstm_lm", "tp=2")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, DEFAULT))
 def test_training_equals_plain_pytorch(trained, name, strategy):
     trained(name, strategy)
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("vit", "tp=2"), ("bert", "tp=2"), ("nn_transformer", "tp=2,sequence_parallel=true"), ("lstm_lm", "tp=2")])
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, OTHERS[:1]))
 def test_other_models(name, strategy):
     check_parity(name, strategy)
 
@@ -226,7 +232,7 @@ def test_sequence_parallelism_needs_tp():
         graphacc.Strategy(sequence_parallel=True)
 
 
-@pytest.mark.parametrize("strategy", ["tp=2", "fsdp=2,tp=2", "tp=2,sequence_parallel=true", "dp=2,cp=2"])
+@pytest.mark.parametrize("strategy", with_matrix(["tp=2", "fsdp=2,tp=2", "tp=2,sequence_parallel=true", "dp=2,cp=2"], ["fsdp=2,tp=2"]))
 def test_dropout_draws_what_one_device_draws(strategy):
     """The numbers depend on the place in the global tensor: equal where an activation is replicated, different along data axes."""
     config = zoo.transformers.GPT2Config(
@@ -241,4 +247,5 @@ def test_dropout_draws_what_one_device_draws(strategy):
         with captured_once("dropout"):
             runs.append(train(compiled(net, how, seed=7), batches))
     assert runs[1] == pytest.approx(runs[0], abs=2e-5)
-    assert train(compiled(again, strategy, seed=7), batches) == runs[1]
+    with captured_once("dropout"):
+        assert train(compiled(again, strategy, seed=7), batches) == runs[1]

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 import zoo
+from selection import with_matrix
 from simulate import run_global
 from tolerances import relative_error
 from torch import nn
-from training import assert_parity, batches_of, compiled, train
+from training import batches_of, captured_once, check_parity, compiled, train
 from zoo_steps import build, forward_case
 
 from graphacc.graph import StepGraph
@@ -133,18 +134,14 @@ def squares_of(step: StepGraph) -> list:
 
 
 PROGRAMS = [(name, "fsdp=4,tp=2") for name in LAYERS] + [("gpt2", None)]
+IN_BF16 = [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, strategy", PROGRAMS)
+@pytest.mark.parametrize("name, strategy", with_matrix(PROGRAMS, [("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")]))
 def test_programs_run_the_kernel_in_every_layer(name, strategy):
     """Parity over five AdamW steps;
     the custom calls get a rank's samples and heads, and attention's operands are not gathered."""
-    reference, _ = zoo.MODELS[name]()
-    model, batches = copy.deepcopy(reference), batches_of(name)
-    expected = train(reference, batches)
-    model = compiled(model, strategy)
-    assert_parity(reference, model, expected, train(model, batches))
+    model = check_parity(name, strategy)
     (program,) = model.programs
     calls = [line for line in program.program.hlo_text().splitlines() if 'custom_call_target="gacc_flash_' in line]
     for target in ("gacc_flash_forward", "gacc_flash_backward"):
@@ -171,15 +168,15 @@ def _kernels(model: nn.Module, target: str) -> list[str]:
     return [line for line in lines if f'custom_call_target="{target}"' in line]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, strategy", [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")])
+@pytest.mark.parametrize("name, strategy", with_matrix(IN_BF16, [("gpt2", "fsdp=4,tp=2")]))
 def test_bf16(name, strategy):
     """Products and attention in bf16, parameters in fp32: losses within the resolution of bf16."""
     reference, _ = zoo.MODELS[name]()
     model, batches = copy.deepcopy(reference), batches_of(name, steps=3)
     expected = train(reference, batches)
     model = compiled(model, strategy, precision="bf16")
-    losses = train(model, batches)
+    with captured_once("parity", name):
+        losses = train(model, batches)
     assert all(abs(got - want) <= 1e-2 * abs(want) for got, want in zip(losses, expected))
     assert losses != expected
     for target in ("gacc_flash_forward", "gacc_flash_backward"):
@@ -187,8 +184,7 @@ def test_bf16(name, strategy):
         assert len(calls) == LAYERS[name] and all("(bf16[" in call.split("custom-call(")[0] for call in calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", with_matrix(LAYERS, ["llama"]))
 def test_gradients_against_float64(name):
     model, _ = zoo.MODELS[name]()
     reference, (batch,) = copy.deepcopy(model).double(), batches_of(name, steps=1)

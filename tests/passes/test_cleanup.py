@@ -40,7 +40,7 @@ def test_dead_calls_are_removed_with_what_they_read():
         (x.exp() + 1).sum()
         return (x * 2,)
 
-    step, rewrites = _cleaned(function, torch.randn(3))
+    _, rewrites = _cleaned(function, torch.randn(3))
     assert rewrites == [3, 0]
 
 

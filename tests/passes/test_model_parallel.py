@@ -1,25 +1,16 @@
 """Partitions along tp and cp, alone and with data axes, against the unpartitioned graph: every output of a whole step."""
 
-import functools
-
 import pytest
+from selection import with_matrix
 from simulate import run_global
-from zoo_steps import check, zoo_case
+from zoo_steps import check, shared_case, zoo_case
 
 from graphacc.passes.partition.placement import Replicated, Split
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 
 
-@functools.lru_cache(maxsize=2)
-def case_of(name: str):
-    case = zoo_case(name)
-    step = case.step
-    inputs = case.inputs(step)
-    return case, inputs, run_global(step, inputs)
-
-
 def run(name: str, strategy: str):
-    case, inputs, expected = case_of(name)
+    case, inputs, expected = shared_case(name)
     reports = check(case.step, strategy, inputs, expected)
     return {report.axis: report for report in reports if hasattr(report, "collectives")}
 
@@ -41,13 +32,15 @@ def test_a_whole_step(name, strategy):
     run(name, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["tp=2,fsdp=2", "tp=2,cp=2,sequence_parallel=true"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "t5", "bert", "nn_transformer"])
+OTHERS = [(name, strategy) for name in ("qwen3_moe", "t5", "bert", "nn_transformer") for strategy in ("tp=2,fsdp=2", "tp=2,cp=2,sequence_parallel=true")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, [OTHERS[0], OTHERS[3]]))
 def test_other_models(name, strategy):
     run(name, strategy)
 
 
-@pytest.mark.parametrize("name", ["vit", "clip", "lstm_lm", "resnet", "mixtral", "tied_mlp"])
+@pytest.mark.parametrize("name", with_matrix(["vit", "clip", "lstm_lm", "resnet", "mixtral", "tied_mlp"], ["clip", "resnet", "tied_mlp"]))
 def test_tensor_parallelism_of(name):
     run(name, "tp=2,sequence_parallel=true")
 
@@ -60,7 +53,7 @@ def test_gradients_of_post_norm_blocks_are_summed_once():
 
 
 def roles(name: str, ranks: int = 2, pinned=None):
-    return find_tensor_parallel(case_of(name)[0].step, ranks, pinned or {})
+    return find_tensor_parallel(shared_case(name)[0].step, ranks, pinned or {})
 
 
 def test_columns_and_rows():

@@ -209,8 +209,9 @@ def test_what_the_user_holds_stays_split_where_a_layout_can_say_so():
 
 
 def test_any_choice_of_batch_dims_gives_the_same():
-    from graphacc.passes.runner import run_passes
     from simulate import simulate
+
+    from graphacc.passes.runner import run_passes
 
     x, w = torch.randn(8, 4), torch.randn(4, 3)
     expected = run_global(_linear_step(), [x, w])

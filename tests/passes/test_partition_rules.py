@@ -13,6 +13,7 @@ import pytest
 import torch
 from graphs import trace
 from rule_cases import CASES, bools, ints
+from selection import with_matrix
 from simulate import run_global, simulate
 from tolerances import assert_close
 
@@ -21,7 +22,9 @@ from graphacc.passes.partition import partition
 from graphacc.passes.partition.placement import Replicated, Split, view_split
 from graphacc.passes.partition.rules import RULES, operator
 
-RANKS, SAMPLES, PADDED_RANKS = 2, 6, 3
+RANKS, PADDED_RANKS = 2, 3
+FIRST, FURTHER = range(2), range(2, 6)
+"""Seeds of each case's samples."""
 
 
 def _tensor(spec, generator):
@@ -85,11 +88,12 @@ def _run_sample(function, tensors, seed: int) -> tuple[set, list]:
     return met, report.collectives
 
 
+@pytest.mark.parametrize("seeds", with_matrix([FIRST, FURTHER], [FIRST]), ids=["first", "further"])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
-def test_rule_equals_operator(case):
+def test_rule_equals_operator(case, seeds):
     name, function, tensors = CASES[case]
     met = set()
-    for seed in range(SAMPLES):
+    for seed in seeds:
         met |= _run_sample(function, tensors, 1000 * case + seed)[0]
     if not name.startswith(("_c10d_functional", "graphacc.shard")):
         assert operator(name) in met, f"{name} is not in the traced graph"
@@ -109,11 +113,12 @@ def _padded(x: torch.Tensor, draw: random.Random):
     return base, use, Split(dim, padding=-x.shape[dim] % PADDED_RANKS)
 
 
+@pytest.mark.parametrize("seeds", with_matrix([FIRST, FURTHER[:2]], [FIRST]), ids=["first", "further"])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
-def test_padding_does_not_count(case):
+def test_padding_does_not_count(case, seeds):
     """Three ranks, which divide next to no dim of the cases: what stands in the padding never reaches a result."""
     _, function, tensors = CASES[case]
-    for seed in range(4):
+    for seed in seeds:
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         samples = [_padded(_tensor(spec, generator), draw) for spec in tensors]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from graphs import trace
-from simulate import run_global
-from zoo_steps import partitioned, zoo_case
+from selection import with_matrix
+from zoo_steps import partitioned, shared_case
 
 from graphacc.errors import GraphAccError
 from graphacc.graph import Kind, Shard
@@ -35,11 +35,12 @@ def test_interleaved_blocks_join_to_the_global_tensor():
     assert torch.equal(join(blocks, x.shape, shards, mesh), x)
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")])
+STEPS = [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(STEPS, STEPS[:1]))
 def test_training_step_in_processes(name, strategy):
-    case = zoo_case(name)
-    inputs = case.inputs(case.step)
-    expected = run_global(case.step, inputs)
+    case, inputs, expected = shared_case(name)
     step, _ = partitioned(case.step, strategy)
     for x, y, item in zip(run_reference(step, Strategy.parse(strategy).mesh, inputs), expected, step.outputs, strict=True):
         torch.testing.assert_close(

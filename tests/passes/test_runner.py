@@ -15,7 +15,7 @@ def _step() -> StepGraph:
 
 
 def test_reports_say_what_each_pass_did():
-    step, reports = run_passes(_step(), [DEAD_CODE, COMMON_SUBEXPRESSIONS], debug=["dead-code"])
+    _, reports = run_passes(_step(), [DEAD_CODE, COMMON_SUBEXPRESSIONS], debug=["dead-code"])
     assert [(report.name, report.rewrites) for report in reports] == [("dead-code", 1), ("common-subexpressions", 0)]
     assert reports[0].num_nodes == (4, 3) and reports[0].seconds > 0
     assert "aten.sum" in reports[0].before and "aten.sum" not in reports[0].after

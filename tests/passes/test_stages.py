@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from graphs import trace
+from selection import with_matrix
 from simulate import run_global
 from tolerances import assert_close
 from torch import nn
@@ -62,16 +63,19 @@ def assert_same(found: dict, expected: dict) -> None:
             assert torch.equal(got, want), f"{kind.value} {target}"
 
 
+CUTS = [
+    ("gpt2", Strategy(pp=4)),
+    ("qwen3_moe", Strategy(pp=2)),
+    ("t5", Strategy(pp=4)),
+    ("resnet", Strategy(pp=2)),
+    ("tied_mlp", Strategy(pp=3)),
+    ("gpt2", Strategy(pp=2, schedule="interleaved", chunks=2)),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [
-        ("gpt2", Strategy(pp=4)),
-        ("qwen3_moe", Strategy(pp=2)),
-        ("t5", Strategy(pp=4)),
-        ("resnet", Strategy(pp=2)),
-        ("tied_mlp", Strategy(pp=3)),
-        ("gpt2", Strategy(pp=2, schedule="interleaved", chunks=2)),
-    ],
+    with_matrix(CUTS, [CUTS[0], CUTS[3], CUTS[4], CUTS[5]]),
     ids=lambda value: str(value),
 )
 def test_a_cut_step_computes_the_same(name, strategy):
@@ -87,7 +91,7 @@ def test_a_cut_step_computes_the_same(name, strategy):
         assert set(weights) == ({Kind.GRAD} if split else set()), "what W gives is gradients of weights alone"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", with_matrix(range(6), [0, 1]))
 def test_any_order_of_places_computes_the_same(seed):
     """Random places, never before those of what a call reads."""
     generator = random.Random(seed)

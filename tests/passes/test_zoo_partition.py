@@ -1,12 +1,12 @@
 """Whole training steps of real models, partitioned, against the unpartitioned graph."""
 
-import functools
 import math
 
 import pytest
 import zoo
+from selection import with_matrix
 from simulate import run_global
-from zoo_steps import Case, check, forward_case, partitioned, zoo_case
+from zoo_steps import check, forward_case, partitioned, shared_case
 
 from graphacc.graph import Kind
 from graphacc.passes.partition import PartitionReport
@@ -15,31 +15,24 @@ from graphacc.passes.partition import PartitionReport
 INDEPENDENT = ("gpt2", "llama", "qwen3", "bert", "t5", "vit", "nn_transformer", "lstm_lm", "tied_mlp")
 
 
-@functools.cache
-def _case(name: str) -> tuple[Case, list, list]:
-    case = zoo_case(name)
-    inputs = case.inputs(case.step)
-    return case, inputs, run_global(case.step, inputs)
-
-
 def _check(name: str, strategy: str) -> list[PartitionReport]:
-    case, inputs, expected = _case(name)
+    case, inputs, expected = shared_case(name)
     return check(case.step, strategy, inputs, expected)
 
 
 def _param_bytes(name: str, *, trained: bool) -> int:
-    params = [item for item in _case(name)[0].joint.inputs if item.kind is Kind.PARAM]
+    params = [item for item in shared_case(name)[0].joint.inputs if item.kind is Kind.PARAM]
     return sum(4 * math.prod(item.shape) for item in params if item.trainable or not trained)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "mixtral", "resnet", "clip", "lstm_lm", "tied_mlp"]))
 def test_zero_3_on_four_ranks(name):
     (report,) = _check(name, "fsdp=4,zero=3")
     if name in INDEPENDENT:
         _assert_volume(report, name, gathers=2)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "tied_mlp"]))
 def test_zero_2_with_replicas(name):
     fsdp, dp = _check(name, "dp=2,fsdp=2,zero=2")
     if name in INDEPENDENT:
@@ -48,17 +41,19 @@ def test_zero_2_with_replicas(name):
         assert dp.size_bytes("all_reduce") <= _param_bytes(name, trained=True) / 2 * 1.05 + 64  # gradients are reduced as shards
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "mixtral", "tied_mlp"]))
 def test_zero_2_is_zero_1_where_a_step_is_one_microbatch(name):
     """Gradients never leave the step, so tests/api/test_parity.py trains under one of the two."""
-    case = _case(name)[0]
+    case = shared_case(name)[0]
     first, second = (partitioned(case.step, f"fsdp=8,zero={stage}")[0] for stage in (1, 2))
     assert str(first.graph) == str(second.graph)
     assert (first.inputs, first.outputs) == (second.inputs, second.outputs)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-@pytest.mark.parametrize("strategy", ["dp=2", "fsdp=2,zero=1", "fsdp=8,zero=3"])
+OTHERS = [(name, strategy) for strategy in ("dp=2", "fsdp=2,zero=1", "fsdp=8,zero=3") for name in ("gpt2", "resnet")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, [("resnet", "dp=2"), ("gpt2", "fsdp=2,zero=1"), ("resnet", "fsdp=8,zero=3")]))
 def test_other_strategies(name, strategy):
     _check(name, strategy)
 
@@ -83,7 +78,7 @@ def test_evaluation(name):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_joint_and_update_graphs_agree_on_the_layout_of_gradients(stage):
     """Gradient accumulation runs the two apart: gradients are split from stage 2 on, in both in the same way."""
-    case = _case("gpt2")[0]
+    case = shared_case("gpt2")[0]
     strategy = f"fsdp=4,zero={stage}"
     for step in (case.joint, case.update):
         inputs = case.inputs(step)

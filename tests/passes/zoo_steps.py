@@ -1,15 +1,24 @@
 """Captured graphs of the zoo's models with values for their inputs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 import zoo
-from simulate import simulate
+from simulate import run_global, simulate
 from tolerances import relative_error
 from torch import nn
 
-from graphacc.capture import Batch, capture_forward, capture_joint, capture_update, hyperparameters, init_optimizer_state, stitch
+from graphacc.capture import (
+    Batch,
+    capture_forward,
+    capture_joint,
+    capture_update,
+    hyperparameters,
+    init_optimizer_state,
+    stitch,
+)
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.partition import PartitionReport
@@ -81,6 +90,14 @@ def _model_values(model: nn.Module, batch: dict) -> dict[tuple[Kind, str], torch
 def zoo_case(name: str, make_optimizer: Callable = zoo.adamw, **options) -> Case:
     model, batch = zoo.MODELS[name]()
     return build(model, batch, make_optimizer, **options)
+
+
+@functools.cache
+def shared_case(name: str) -> tuple[Case, list[torch.Tensor], list[torch.Tensor]]:
+    """`zoo_case`, the inputs of its step and the results of the step as it is: captured and run once for all tests, which change none of them."""
+    case = zoo_case(name)
+    inputs = case.inputs(case.step)
+    return case, inputs, run_global(case.step, inputs)
 
 
 def partitioned(step: StepGraph, strategy: str) -> tuple[StepGraph, list[PartitionReport]]:

@@ -6,7 +6,16 @@ import random
 import pytest
 
 from graphacc.errors import StrategyError
-from graphacc.strategy.schedules import SCHEDULES, Action, Costs, Part, build_schedule, dispatch_order, simulate, validate
+from graphacc.strategy.schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Part,
+    build_schedule,
+    dispatch_order,
+    simulate,
+    validate,
+)
 
 SIZES = [(2, 2), (2, 6), (3, 5), (4, 4), (4, 8), (4, 16), (8, 8), (8, 24)]
 """Stages and microbatches."""

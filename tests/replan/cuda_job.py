@@ -1,11 +1,11 @@
 """On a GPU: the programs of `h100` run as XLA planned them and as we did, from the same inputs, and give the same bits."""
 
+import h100
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import h100
 import programs
+
 from graphacc.runtime.replan import replan
 
 OPTIONS = {"xla_gpu_deterministic_ops": True}  # without it a scatter adds in another order every time

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
-import programs
 from graphacc._compat import jax_ as compat
 
 TARGET = """

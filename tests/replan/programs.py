@@ -1,6 +1,7 @@
 """Compiled programs for tests: built once, each with a reason to be here."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 def training_step():
     """An MLP's step with donated parameters: outputs in the memory of inputs."""
     sizes = (64, 96, 80, 48)
-    params = [normal(i, a, b) for i, (a, b) in enumerate(zip(sizes, sizes[1:]))]
+    params = [normal(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(sizes))]
 
     def loss(params, x):
         for w in params:
@@ -86,7 +87,8 @@ def collectives(devices=None, width: int = 64, rows: int = 256):
 
     On `devices` that are not there the arguments are abstract.
     """
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
 
@@ -115,7 +117,8 @@ def collectives(devices=None, width: int = 64, rows: int = 256):
 
 def loop_over_devices(inside: bool):
     """Eight devices: a scan of layers on each, and sums over the devices inside of it, or behind it."""
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
     ws = normal(1, 3, 64, 64)

@@ -3,6 +3,7 @@
 import pathlib
 
 from greedy import SOLVERS
+
 from graphacc.runtime.replan.addressing import find_addresses
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.liveness import Liveness

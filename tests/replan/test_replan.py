@@ -3,10 +3,10 @@ import random
 
 import jax
 import jax.numpy as jnp
-import pytest
-
 import programs
+import pytest
 from greedy import SOLVERS
+
 from graphacc._compat import jax_ as compat
 from graphacc.errors import GraphAccError
 from graphacc.runtime.replan import (

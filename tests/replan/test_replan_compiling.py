@@ -3,10 +3,10 @@
 import json
 
 import jax
-import pytest
-
 import programs
+import pytest
 from greedy import SOLVERS
+
 from graphacc._compat import jax_ as compat
 from graphacc.runtime import compile_cache
 from graphacc.runtime.compile_cache import CompileCache

@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 
+import h100
 import jax
 import pytest
 import torch
+from greedy import SOLVERS
+from rewrites import Rewrite
 
 import graphacc
-import h100
-from greedy import SOLVERS
 from graphacc._compat import jax_ as compat
 from graphacc.runtime import Program
 from graphacc.runtime import program as program_module
@@ -27,7 +28,6 @@ from graphacc.runtime.replan.planner import find_backend, plan_bytes, understand
 from graphacc.runtime.replan.precedence import find_predecessors
 from graphacc.runtime.replan.schema import read_schema
 from graphacc.runtime.replan.solvers import core_solvers
-from rewrites import Rewrite
 
 if compat.cuda_library() is None:
     pytest.skip("JAX's CUDA plugin is not installed", allow_module_level=True)

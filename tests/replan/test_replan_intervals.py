@@ -1,3 +1,4 @@
+import itertools
 import random
 
 from graphacc.runtime.replan.intervals import IntervalMap
@@ -42,7 +43,7 @@ def test_runs_never_overlap():
     rng = random.Random(1)
     for _ in range(100):
         runs = list(random_pair(rng)[0])
-        assert all(a[1] <= b[0] for a, b in zip(runs, runs[1:]))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(runs))
 
 
 def test_join_merges_byte_by_byte():

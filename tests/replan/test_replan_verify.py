@@ -1,16 +1,17 @@
 """A rewrite that is wrong in one place is always caught. Each test breaks a right one, and shows first that it passes."""
 
+import itertools
 import random
 
-import pytest
-
 import programs
+import pytest
+from rewrites import Rewrite
+
 from graphacc._compat import jax_ as compat
 from graphacc.runtime.replan import cpu
 from graphacc.runtime.replan.errors import VerificationError
 from graphacc.runtime.replan.liveness import Liveness
 from graphacc.runtime.replan.precedence import find_predecessors
-from rewrites import Rewrite
 
 NAMES = sorted(programs.PROGRAMS)
 
@@ -128,7 +129,7 @@ def test_swapped_collectives_are_caught():
     order = plan.orders.get(0, tuple(range(len(sequence.thunks))))
     places = [i for i, place in enumerate(order) if "collective" in sequence.thunks[place].ordered]
     assert len(places) > 3
-    for a, b in zip(places, places[1:]):
+    for a, b in itertools.pairwise(places):
         swapped = list(range(len(order)))
         swapped[a], swapped[b] = b, a
         broken = plan.reread()

@@ -1,9 +1,9 @@
 import random
 
+import programs
 import pytest
 from google.protobuf import descriptor_pb2
 
-import programs
 from graphacc._compat import jax_ as compat
 from graphacc.runtime.replan.envelope import open_envelope
 from graphacc.runtime.replan.errors import NotUnderstood

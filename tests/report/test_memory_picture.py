@@ -6,12 +6,12 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from training import compiled
 
 import graphacc
 from graphacc.errors import PlanError
 from graphacc.report import memory_plan
 from graphacc.runtime.replan.cpu import ALIGNMENT
-from training import compiled
 
 
 @pytest.fixture(scope="module")

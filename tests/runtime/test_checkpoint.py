@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
+from selection import with_matrix
 from step_graphs import an_input, split
 
 import graphacc
@@ -248,20 +249,19 @@ while True:
 """
 
 
-def test_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("seed", with_matrix(range(3), [0]))
+def test_killed_at_a_random_moment_leaves_a_whole_checkpoint(seed, tmp_path):
     """A process that saves without end is killed; what it reported as saved, or what it was saving, is there and whole."""
-    chosen = random.Random(0)
-    for number in range(3):
-        directory = tmp_path / str(number)
-        arguments = [sys.executable, "-c", _SAVER, str(directory), ROOT, os.path.dirname(HERE), HERE]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as saver:
-            assert saver.stdout.readline() == "ready\n" and saver.stdout.readline() == "1\n"
-            time.sleep(chosen.uniform(0, 0.1))
-            saver.send_signal(signal.SIGKILL)
-            reported = [1] + [int(line) for line in saver.stdout.read().split("\n") if line]
-        assert loaded_version(directory) in (reported[-1], reported[-1] + 1)
-        checkpoint.save(directory, versioned(0), {"version": 0})
-        assert loaded_version(directory) == 0 and len(data_files(directory)) == 1
+    directory = tmp_path / "c"
+    arguments = [sys.executable, "-c", _SAVER, str(directory), ROOT, os.path.dirname(HERE), HERE]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as saver:
+        assert saver.stdout.readline() == "ready\n" and saver.stdout.readline() == "1\n"
+        time.sleep(random.Random(seed).uniform(0, 0.1))
+        saver.send_signal(signal.SIGKILL)
+        reported = [1] + [int(line) for line in saver.stdout.read().split("\n") if line]
+    assert loaded_version(directory) in (reported[-1], reported[-1] + 1)
+    checkpoint.save(directory, versioned(0), {"version": 0})
+    assert loaded_version(directory) == 0 and len(data_files(directory)) == 1
 
 
 # ---- bad checkpoints

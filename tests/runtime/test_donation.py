@@ -3,9 +3,8 @@
 import re
 
 import pytest
-from training import batches_of, compiled, train
-
 import zoo
+from training import batches_of, compiled, train
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])

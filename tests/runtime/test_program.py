@@ -270,6 +270,7 @@ def train_losses(program: Program, mesh) -> list[float]:
     return losses
 
 
+@pytest.mark.matrix  # tests/distributed/test_planned_processes.py has the same with a whole model
 def test_several_processes_plan_each_for_itself():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -189,7 +189,7 @@ def _lu_solve(ctx, lu, pivots, b, *, left=True, adjoint=False):
 @register("aten._linalg_solve_ex.default")
 def _solve(ctx, a, b, *, left=True, check_errors=False):
     """The solution, and the factors that torch keeps for the backward."""
-    vector = b.ndim == a.ndim - 1 and b.shape == a.shape[:-1] or b.ndim == 1
+    vector = (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]) or b.ndim == 1
     lu, pivots = _lu(a)
     right = b[..., None] if vector else b
     solution = _lu_solve(ctx, lu, pivots, right, left=left or vector)

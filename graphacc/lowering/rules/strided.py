@@ -59,7 +59,7 @@ def _slice_starts(fake: torch.Tensor, size, stride, offset) -> list[int] | None:
     for dim in sorted(range(len(size)), key=lambda d: -stride[d]):
         if stride[dim] > 0 and fake.shape[dim] > 1:
             starts[dim], rest = divmod(rest, stride[dim])
-    inside = all(0 <= start and start + n <= whole for start, n, whole in zip(starts, size, fake.shape))
+    inside = all(start >= 0 and start + n <= whole for start, n, whole in zip(starts, size, fake.shape))
     return starts if rest == 0 and inside else None
 
 

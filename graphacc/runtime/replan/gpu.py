@@ -221,7 +221,7 @@ class _Reader:
         return annotation if annotation in self._names else annotation.rpartition("/")[2]
 
     def _ordered(self, kind: str, name: str) -> frozenset[str]:
-        if kind == "rng_seed_thunk" or kind == "custom_call_thunk" and self._effects.get(name, True):
+        if kind == "rng_seed_thunk" or (kind == "custom_call_thunk" and self._effects.get(name, True)):
             return frozenset({"effect"})
         return frozenset({"collective"} if kind in _COLLECTIVES else ())
 

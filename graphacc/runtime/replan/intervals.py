@@ -1,5 +1,6 @@
 """A map from the bytes of one allocation to what they hold, kept as maximal runs of equal values."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
@@ -73,7 +74,7 @@ class IntervalMap:
         """The map that holds ``merge(value here, value there)`` (either may be None, not both) at every byte."""
         joined = IntervalMap()
         cuts = sorted({*self._starts, *self._ends, *other._starts, *other._ends})
-        for start, end in zip(cuts, cuts[1:]):
+        for start, end in itertools.pairwise(cuts):
             here, there = self._at(start), other._at(start)
             if here is not None or there is not None:
                 joined._append(start, end, merge(here, there))

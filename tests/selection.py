@@ -1,0 +1,34 @@
+"""Which cases the README's command runs, and which are left to the matrix (`pytest -m matrix`), which can be run in slices (`--slice 2/5`)."""
+
+import zlib
+from collections.abc import Collection, Iterable
+
+import pytest
+
+
+def with_matrix(cases: Iterable, default: Collection) -> list:
+    """Cases for `pytest.mark.parametrize`: those in `default` as they are, the others marked `matrix`."""
+    cases = list(cases)
+    unknown = [case for case in default if case not in cases]
+    assert default and not unknown, f"no such cases: {unknown}"
+    return [case if case in default else _in_matrix(case) for case in cases]
+
+
+def _in_matrix(case):
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.matrix)
+
+
+def slices_of(items: Iterable[pytest.Item], count: int) -> dict[str, int]:
+    """Test -> its slice, from 1 to `count`.
+
+    Each file's tests are dealt out in turn; those of one model (the parameter `name`) share captures and stay together.
+    """
+    groups: dict[str, dict[str, int]] = {}
+    slices = {}
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        numbers = groups.setdefault(path, {})
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        number = numbers.setdefault(str(parameters.get("name", item.nodeid)), len(numbers))
+        slices[item.nodeid] = 1 + (zlib.crc32(path.encode()) + number) % count
+    return slices
