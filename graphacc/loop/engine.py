@@ -218,6 +218,8 @@ class Engine:
             handle.refresh()
         with self.direct_calls(), torch._C.DisableTorchFunctionSubclass():
             yield
+        for handle in self.handles.values():
+            handle.exposed = handle.exposed or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
         if not self._structure.is_current():
             self._adopt_tensors()
 
@@ -230,7 +232,7 @@ class Engine:
         pending, tape = self.pending, self.tape
         if pending is not None and pending is not ahead and not pending.has_run and self._writes_buffers(pending):
             self._run_grad(pending)
-        if tape is not None and tape is not ahead and tape is not pending and not tape.closed and self._writes_buffers(tape):
+        if tape is not None and tape is not ahead and tape.backward_at is None and not tape.closed and self._writes_buffers(tape):
             self.run_eagerly(tape, "a buffer that a call of the model has changed is read before backward()")
 
     def _writes_buffers(self, tape: Tape) -> bool:
@@ -255,7 +257,7 @@ class Engine:
             return
         self._note_eager("a part of the loop", why)
         with self.lock:
-            if tape is self.pending:
+            if tape is self.pending and not tape.closed:
                 self._force(tape)
             if tape.updates != self.updates:
                 raise LoopError(
@@ -266,6 +268,14 @@ class Engine:
                 tape.fulfil(value, tensor)
             tape.is_eager = True
             self._close(tape)
+
+    def finish(self, tape: Tape, why: str) -> None:
+        """Give every promise of a recording its final value: the loop is about to write into one."""
+        with self.lock:
+            if tape.backward_at is None:
+                self.run_eagerly(tape, why)
+            elif not tape.closed:
+                self._force(tape)
 
     def _replay_on_host(self, tape: Tape) -> dict[int, Tensor]:
         """Every value of the forward part, and of what was computed from it since, as PyTorch computes it, with gradients."""
@@ -333,7 +343,7 @@ class Engine:
             raise LoopError(
                 "a module, parameter or buffer of the model was replaced between a call of the model and its backward(): replace it before the call or after the step"
             )
-        if self.pending is not None:
+        if self.pending is not None and not self.pending.closed:
             self._force(self.pending)
         self._adopt_tensors()
 
@@ -437,14 +447,16 @@ class Engine:
                     continue
                 handle = self.handles[output.target]
                 if (own := handle.host_grad) is not None:
+                    self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
                     self.accumulated.add(handle.name)
-                    self.host_grads[handle.name] = own
                     handle.host_grad = None
                 index = tape.add_value(self.fakes.gradient_of(handle))
                 tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
                 handle.grad = tape
             if self.torch_steps:
                 self._force(tape)
+            elif any(handle.exposed and handle.has_alias for handle in self.handles.values()):
+                self._run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
 
     def _refuse(self, tape: Tape, error: Exception) -> None:
         """The calls of `tape` cannot be compiled: from now on PyTorch runs them, unless the user wants an error."""
@@ -457,13 +469,14 @@ class Engine:
     def _settle_pending(self) -> None:
         """Before another backward: the gradients of the last one go to the accumulators."""
         tape, self.pending = self.pending, None
-        if tape is None or tape.has_run:
+        if tape is None or tape.closed:
             return
         if tape.gradient_calls or tape.grad_bindings != tape.grad_values:
             self._force(tape)
-        else:
+            return
+        if not tape.has_run:
             self._run_grad(tape)
-            self._close(tape)
+        self._close(tape)
 
     def _refuse_spent(self) -> None:
         spent = [name for name, handle in self.handles.items() if handle.grad is SPENT]
@@ -493,10 +506,25 @@ class Engine:
         if isinstance(handle.grad, Tape) and not handle.grad.closed:
             self._force(handle.grad)
         elif isinstance(handle.grad, Tape):  # it lies in the accumulators
-            total = self.programs.fetch(Kind.GRAD, handle.name)
+            total = self._gradient_after_code(handle.grad, handle.name)
             handle.host_grad = total if handle.host_grad is None else handle.host_grad + total
             handle.grad = None
             self.accumulated.discard(handle.name)
+
+    def _gradient_after_code(self, tape: Tape, name: str) -> Tensor:
+        """A gradient of a backward whose program has run, after the gradient code that followed it."""
+        if tape.grad_bindings[name] == tape.grad_values[name]:
+            return self.programs.fetch(Kind.GRAD, name)
+        grads = {other: self.programs.fetch(Kind.GRAD, other) for other in tape.grad_values}
+        return self._replay_gradient_code(tape, grads)[tape.grad_bindings[name]]
+
+    def _replay_gradient_code(self, tape: Tape, grads: dict[str, Tensor]) -> dict[int, Tensor]:
+        """Let PyTorch run the code on gradients; returns every value of it."""
+        code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
+        externals = [self._whole_external(tape, i) for i in code.external_indices]
+        values = [tape.value(i) for i in code.forward_values]
+        with self.on_host(tape), torch.no_grad():
+            return code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
 
     def write_grad(self, handle: Handle, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
@@ -555,11 +583,7 @@ class Engine:
     def _force(self, tape: Tape) -> None:
         """Compute everything on the tape now; the gradients become ordinary host tensors."""
         grads = self._gradients(tape)
-        code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
-        externals = [self._whole_external(tape, i) for i in code.external_indices]
-        values = [tape.value(i) for i in code.forward_values]
-        with self.on_host(tape), torch.no_grad():
-            env = code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
+        env = self._replay_gradient_code(tape, grads)
         for value, tensor in env.items():
             if not tape.has_value(value):
                 tape.fulfil(value, tensor)
@@ -669,7 +693,7 @@ class Engine:
         if self.options.capture != "auto":
             raise error
         try:
-            if tape is not None and not tape.has_run:
+            if tape is not None and not tape.closed:
                 self._force(tape)
             self._run_update(None, binding, names)
             return True
@@ -754,6 +778,7 @@ class Engine:
         )
         self._upload_optimizer_state(compiled, binding)
         self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        binding.copies = {}
         self.pending = None
         self._close(tape)
 
@@ -777,6 +802,7 @@ class Engine:
                 self.programs.put(compiled, Kind.GRAD, name, own)
         self._upload_optimizer_state(compiled, binding)
         self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        binding.copies = {}
         self._close(tape)
 
     def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:

@@ -41,6 +41,7 @@ class Handle:
         self.name = name
         self.tensor = tensor
         self.host_is_stale = False  # the device copy is newer
+        self.writes = 0  # by functions that the loop called
         self._refreshes = 0  # steps of the version counter that were ours
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
@@ -57,9 +58,11 @@ class Handle:
 
     @property
     def version(self) -> int:
-        """The version counter of the host copy, which counts the loop's own writes alone."""
+        """A counter of the loop's own writes; the model's code writes buffers, too."""
+        if self.kind is Kind.BUFFER:
+            return self.writes
         with torch._C.DisableTorchFunctionSubclass():
-            return self.tensor._version - self._refreshes
+            return self.tensor._version - self._refreshes + self.writes
 
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
@@ -301,6 +304,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         handle.viewed = True
         if exposes or writes_by_name(func):
             handle.engine.before_write(handle)
+            handle.writes += 1
         handle.exposed = handle.exposed or exposes
 
 

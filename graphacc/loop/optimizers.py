@@ -78,8 +78,6 @@ class Binding:
             known = [self.copies.get(id(value)) for value in held]
             if len(held) != len(self.copies) or any(copy is None or copy[0]._version != copy[1] for copy in known):
                 self.state_on_device = False
-            else:
-                dict.clear(state)
             self.copies = {}
 
     def hold(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:

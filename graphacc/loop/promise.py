@@ -62,6 +62,9 @@ _NEEDS_AUTOGRAD = frozenset(
 """Functions that work on autograd's own graph."""
 
 
+_WITHOUT_GRADIENT = frozenset({Tensor.data.__get__, Tensor.data.__set__, Tensor.detach})
+
+
 class Promise(Tensor):
     """A tensor whose value a tape holds, or will hold once a program has run."""
 
@@ -134,15 +137,16 @@ def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":
 
 def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: str):
     leaves = pytree.tree_leaves((args, kwargs))
-    flows = torch.is_grad_enabled() and (
-        any(isinstance(leaf, Promise) and leaf.requires_gradient for leaf in leaves)
-        or any(managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves)
+    flows = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(
+        leaf.requires_gradient if isinstance(leaf, Promise) else managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves
     )
-    writes = managed.writes_by_name(func) and any(isinstance(leaf, Promise) and not leaf.tape.closed for leaf in leaves)
-    if flows or writes or func in _NEEDS_AUTOGRAD or func is Tensor.backward:
-        name = getattr(func, "__name__", "a function")
-        for tape in tapes:
-            tape.engine.run_eagerly(tape, f"{name}: {reason}")
+    overwritten = pytree.tree_leaves(args[:1]) if managed.writes_by_name(func) else []
+    flows = flows or func in _NEEDS_AUTOGRAD or func is Tensor.backward
+    for tape in tapes:
+        if (flows and tape.backward_at is None) or func in _NEEDS_AUTOGRAD or func is Tensor.backward:
+            tape.engine.run_eagerly(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
+        elif any(isinstance(leaf, Promise) and leaf.tape is tape for leaf in overwritten):
+            tape.engine.finish(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
     return run_on_values(func, args, kwargs)
 
 

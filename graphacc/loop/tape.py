@@ -370,7 +370,10 @@ class Tape:
             return named[leaf.name] if isinstance(leaf, Param) else leaf
 
         for call in tuple(calls):
-            args, kwargs = pytree.tree_unflatten([resolve(leaf) for leaf in call.leaves], call.spec)
+            leaves = [resolve(leaf) for leaf in call.leaves]
+            if call.replaces is not None:
+                leaves[call.replaces] = leaves[call.replaces].clone()  # a replay must not add to it again
+            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast):
                 result = call.function(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
