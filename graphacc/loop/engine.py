@@ -137,6 +137,8 @@ class Engine:
         if self.capturing:
             return original(*args, **kwargs)
         with self.lock:
+            if swapped := self._swapped():
+                return self._call_eagerly(original, args, kwargs, swapped)
             function = self._function()
             why = self._refused.get(function) or self._needs_autograd(args, kwargs)
             if why is None:
@@ -220,7 +222,7 @@ class Engine:
             yield
         for handle in self.handles.values():
             handle.exposed = handle.exposed or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
-        if not self._structure.is_current():
+        if not self._structure.is_current() and not self._swapped():
             self._adopt_tensors()
 
     def settle_buffers(self, ahead: Tape | None = None) -> None:
@@ -336,6 +338,16 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
         return tuple((module, module.training) for module in self._structure.modules), grads
+
+    def _swapped(self) -> str | None:
+        """Why the tensors that the modules hold now cannot be moved to the devices, if they cannot."""
+        if self._structure.is_current():
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, tensor in self.model.named_parameters():
+                if not isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
+                    return f"{name!r} is no parameter but another tensor for the time of this call (torch.func)"
+        return None
 
     def _follow_replacements(self) -> None:
         """The loop replaced, added or removed modules, parameters or buffers of the model."""
@@ -455,7 +467,7 @@ class Engine:
                 handle.grad = tape
             if self.torch_steps:
                 self._force(tape)
-            elif any(handle.exposed and handle.has_alias for handle in self.handles.values()):
+            elif any(handle.kind is Kind.PARAM and handle.exposed and handle.has_alias for handle in self.handles.values()):
                 self._run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
 
     def _refuse(self, tape: Tape, error: Exception) -> None:

@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
@@ -67,42 +69,31 @@ class _Place:
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
         self.mutable: list[str] = []  # names whose values can change in place
         self._values: tuple = ()
-        self._read: Callable = lambda table: ()
 
-    def note(self, name: str, value: object) -> bool:
-        """Guard a name; returns whether it is new."""
-        if name in self.names:
-            return False
-        self.names[name] = snapshot(value)
-        if isinstance(value, (*_CONTAINERS, Tensor)):
-            self.mutable.append(name)
-        self._refresh()
-        return True
+    def note(self, name: str, value: object) -> None:
+        """Guard a name, which has `value` now (`MISSING`: none)."""
+        if name not in self.names:
+            self.names[name] = snapshot(value)
+            self._refresh()
 
     def drop(self, name: str) -> None:
         if self.names.pop(name, None) is not None:
-            self.mutable = [other for other in self.mutable if other != name]
             self._refresh()
 
     def _refresh(self) -> None:
-        names = list(self.names)
-        self._read = operator.itemgetter(*names) if len(names) > 1 else lambda table: tuple(table[name] for name in names)
-        self._values = tuple(self.table.get(name, MISSING) for name in names)
+        self._values = tuple(self.table.get(name, MISSING) for name in self.names)
+        self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, (*_CONTAINERS, Tensor))]
 
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
-        try:
-            same = all(map(operator.is_, self._read(self.table), self._values))
-        except KeyError:
-            return False
+        same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
         return same and all(snapshot(self.table[name]) == self.names[name] for name in self.mutable)
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
-        now = {name: snapshot(self.table[name]) if name in self.table else MISSING for name in self.names}
+        now = {name: snapshot(self.table.get(name, MISSING)) for name in self.names}
         found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
         self.names = now
-        self.mutable = [name for name in now if isinstance(self.table.get(name), (*_CONTAINERS, Tensor))]
         self._refresh()
         return found
 
@@ -153,6 +144,9 @@ class Guards:
         self._token = 0
         self._settled = 0  # plain attributes of objects that captures have changed
         self._rounds = 0  # of captures in a row that did
+        everywhere = self._place(None, vars(torch.nn.modules.module), "torch.nn.modules.module")
+        for name in [name for name in vars(torch.nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]:
+            everywhere.note(name, vars(torch.nn.modules.module)[name])
         self._noted: list[tuple[_Place, str, object, object]] = []  # (place, name, value, copy of a container), in this run
 
     # ---- checking
@@ -282,6 +276,8 @@ class Guards:
 
     def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
         table = getattr_plain(owner)
+        if table is not None and name not in table:
+            self._place(owner, table, label).note(name, MISSING)  # an attribute of the object would hide that of its class
         if isinstance(value, types.MethodType):
             self._note_function(value.__func__, _DEPTH, watch)
             return value
@@ -505,9 +501,9 @@ def _is_own_file(filename: str) -> bool:
 def is_user_class(cls: type) -> bool:
     if cls.__module__ == builtins.__name__ or not cls.__flags__ & (1 << 9):  # a type that Python code made
         return False
-    functions = (value for value in vars(cls).values() if isinstance(value, types.FunctionType))
-    first = next(functions, None)
-    return first is not None and (is_user_file(first.__code__.co_filename) or first.__code__.co_filename == "<string>")
+    module = sys.modules.get(cls.__module__)
+    filename = getattr(module, "__file__", None)
+    return cls.__module__ == "__main__" or (filename is not None and is_user_file(filename))
 
 
 def _refill(container: list | dict | set, content: list | dict | set) -> None:

@@ -305,7 +305,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         if exposes or writes_by_name(func):
             handle.engine.before_write(handle)
             handle.writes += 1
-        handle.exposed = handle.exposed or exposes
+        handle.exposed = handle.exposed or exposes or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
 
 
 def writes_by_name(func) -> bool:

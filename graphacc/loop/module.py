@@ -38,6 +38,8 @@ class CompiledModule(nn.Module):
     def __call__(self, *args, **kwargs):
         return self._graphacc_engine.call(super().__call__, args, kwargs)
 
+    __call__._torchdynamo_disable = True  # a torch.compile around the model leaves its calls to the engine
+
     @property
     def strategy(self) -> StrategyInForce:
         """The strategy in force; printed, it shows for every parameter how it is split and who decided that."""

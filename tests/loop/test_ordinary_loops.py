@@ -667,6 +667,61 @@ def test_numbers_in_containers_and_globals_are_guarded(monkeypatch):
     assert_same(loop(changed), model=Annealed())
 
 
+class Settings:
+    factor = 1.0
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act = nn.Linear(6, 3), nn.Tanh()
+        self.config = Settings()
+
+    def forward(self, x):
+        return self.act(self.first(x)) * self.config.factor
+
+
+def test_attributes_of_objects_replaced_methods_and_global_hooks_are_guarded():
+    handles = []
+
+    def changed(m, o, x, y, i):
+        if i == 1:
+            m.config.factor = 2.0
+        if i == 2:
+            m.act.forward = lambda x: x * 0.5
+        if i == 3:
+            handles.append(nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.9))
+        try:
+            return trained(o, F.cross_entropy(m(x), y))
+        finally:
+            while handles:
+                handles.pop().remove()
+
+    assert_same(loop(changed), model=Configured())
+
+
+def fast_weights(m, o, x, y, i):
+    """One step of MAML: the loss of parameters that a step of gradient descent gives."""
+    names, values = zip(*m.named_parameters(), strict=True)
+    inner = F.cross_entropy(torch.func.functional_call(m, dict(zip(names, values, strict=True)), (x,)), y)
+    grads = torch.autograd.grad(inner, values, create_graph=True)
+    moved = {name: p - 0.1 * g for name, p, g in zip(names, values, grads, strict=True)}
+    return trained(o, F.cross_entropy(torch.func.functional_call(m, moved, (x,)), y))
+
+
+def test_meta_learning():
+    assert_same(loop(fast_weights))
+
+
+def test_torch_compile_around_a_compiled_model():
+    def run(model):
+        outer = torch.compile(model, backend="eager")
+        optimizer = sgd(model)
+        return [trained(optimizer, F.cross_entropy(outer(x), y)).item() for x, y in data()]
+
+    assert_same(run)
+
+
 def test_a_number_that_python_needs_recompiles():
     class Branches(Annealed):
         def forward(self, x, y):
