@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-STEP = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.complex64: 1e-4, torch.complex128: 1e-9}
+STEP = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.complex64: 2e-5, torch.complex128: 1e-9}
 """Largest error of a tensor after one step, relative to its largest change in that step (of what has no value before: to its largest value)."""
 
 ROUNDING = 8.0
