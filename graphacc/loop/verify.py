@@ -434,6 +434,10 @@ _SIDES = tuple(sign * 0.5**power for power in range(6) for sign in (1, -1))
 """Parts of a gradient's uncertainty that are tried: Adam's second step is largest for one of them in the middle."""
 
 
+_BETWEEN = 1.5
+"""Allows for what lies between two of them."""
+
+
 def _uncertainty(engine: "Engine", run: _Run, expected: _Reference) -> dict[Key, "Tensor | float"]:
     """Absolute tolerances that allow for what rounding alone does to PyTorch's values."""
     other = _reference(engine, run, _perturbed(run, engine))
@@ -453,7 +457,7 @@ def _uncertainty(engine: "Engine", run: _Run, expected: _Reference) -> dict[Key,
         moved = [_optimized(run, run.start, {name: grad + sign * spread[name] for name, grad in expected.grads.items()}) for sign in _SIDES]
     for key in moved[0]:
         value = widened(expected.values[key])
-        found[key] = _base(run, key, expected.values[key]) + torch.stack([(widened(side[key]) - value).abs() for side in moved]).amax(0)
+        found[key] = _base(run, key, expected.values[key]) + _BETWEEN * torch.stack([(widened(side[key]) - value).abs() for side in moved]).amax(0)
     return found
 
 
