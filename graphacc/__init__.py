@@ -15,6 +15,7 @@ if not _os.path.isdir(_os.path.join(_here, "passes")) and _os.path.isfile(_os.pa
 _PUBLIC = {
     "compile": "graphacc.api",
     "train_step": "graphacc.api",
+    "verify": "graphacc.api",
     "mark_sharding": "graphacc.api",
     "save_checkpoint": "graphacc.checkpoints",
     "load_checkpoint": "graphacc.checkpoints",
@@ -30,6 +31,7 @@ _PUBLIC = {
     "LoweringError": "graphacc.errors",
     "NonFiniteLossError": "graphacc.errors",
     "StrategyError": "graphacc.errors",
+    "VerificationError": "graphacc.errors",
 }
 """The public list: name -> module. Modules are loaded when a name is first used, so importing graphacc is cheap."""
 
@@ -40,7 +42,7 @@ __all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 if _typing.TYPE_CHECKING:
     from graphacc import distributed
-    from graphacc.api import compile, mark_sharding, train_step
+    from graphacc.api import compile, mark_sharding, train_step, verify
     from graphacc.checkpoints import load_checkpoint, save_checkpoint
     from graphacc.errors import (
         CaptureError,
@@ -52,6 +54,7 @@ if _typing.TYPE_CHECKING:
         LoweringError,
         NonFiniteLossError,
         StrategyError,
+        VerificationError,
     )
     from graphacc.ops.flash_attention import flash_attention
     from graphacc.strategy import Strategy

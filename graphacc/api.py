@@ -13,6 +13,7 @@ from graphacc.loop.on_torch_xla import OnTorchXla, run_on_torch_xla
 from graphacc.loop.optimizers import install_hooks
 from graphacc.loop.pipelined import PipelinePrograms
 from graphacc.loop.programs import Programs
+from graphacc.loop.verify import Report
 from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import Annotations, P, annotate, annotated, checked_spec, pinned_parameters
@@ -38,6 +39,7 @@ def compile(
     fast_compile: bool = False,
     memory_plan: str = "roam",
     plan_seconds: float = DEFAULT_PLAN_SECONDS,
+    verify: int = 0,
 ) -> nn.Module:
     """Compile the training of `model`; the training loop stays as it is.
 
@@ -69,6 +71,12 @@ def compile(
         memory_plan: "roam" plans the temporaries of every program again after XLA has compiled it (order of operations and
             addresses; on CPU; results keep their bits), "xla" leaves XLA's plan. ``model.explain()`` says what it gave.
         plan_seconds: budget for planning one program, and for compiling it with XLA's other scheduler where the budget covers that.
+        verify: number of first steps that plain PyTorch runs too, on a copy and with the same random numbers; loss, results, gradients,
+            parameters, buffers and optimizer state are compared within the tolerances of `graphacc.loop.tolerances`, and a
+            difference raises VerificationError, which names the tensor, the line of the model, and the pass at fault. Such a step costs
+            PyTorch's own step besides, and up to two copies of parameters, gradients, buffers and optimizer state on the host, once
+            per program that runs in it; the model's Python code runs once more. Later steps cost nothing. ``graphacc.verify(model)``
+            asks for it at any time, ``model.explain()`` says what came out.
 
     Returns:
         `model` itself.
@@ -76,6 +84,7 @@ def compile(
     Raises:
         StrategyError: the strategy does not fit the devices, or asks for what is not available.
         LoopError: the model, or a part of it, is compiled already, or its tensors cannot be managed.
+        VerificationError: by a step, where `verify` finds a difference.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"graphacc.compile takes a torch.nn.Module, got {type(model).__name__}")
@@ -88,7 +97,7 @@ def compile(
     distributed.initialize()
     seed = seed_of_torch() if seed is None else seed & 0xFFFFFFFF
     if capture == "torch_xla":
-        asked = dict(max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
+        asked = dict(verify=verify, max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
         asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None)
         _check_not_asked(capture, asked)
         alone = _choose_strategy(strategy, 1 if devices is None else devices, precision)
@@ -112,9 +121,28 @@ def compile(
         seed=seed,
     )
     options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, capture=capture)
-    attach(model, Engine(model, programs, options))
+    engine = Engine(model, programs, options)
+    engine.verifier.request(verify)
+    attach(model, engine)
     install_hooks()
     return model
+
+
+def verify(model: nn.Module, steps: int = 1) -> Report:
+    """Check the next steps of a compiled model against plain PyTorch, as ``compile(verify=)`` does for the first ones.
+
+    Args:
+        model: a compiled model.
+        steps: number of calls of an optimizer's ``step()``, with all programs that run until then. 0 ends a check that goes on.
+
+    Returns:
+        The model's report, which fills as the steps run; ``model.explain()`` shows it as one line.
+
+    Raises:
+        StrategyError: the run has several processes.
+        VerificationError: by a step of the loop, where a value differs.
+    """
+    return engine_of(model).verifier.request(steps)
 
 
 def mark_sharding(tensor: Tensor, spec: Iterable[str | None]) -> Tensor:
@@ -214,4 +242,4 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise GraphAccError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
-__all__ = ["compile", "engine_of", "mark_sharding", "train_step"]
+__all__ = ["compile", "engine_of", "mark_sharding", "train_step", "verify"]

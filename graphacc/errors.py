@@ -40,5 +40,9 @@ class NonFiniteLossError(GraphAccError):
     """The loss of a step is NaN or infinite, and ``nan_loss="stop"`` was set."""
 
 
+class VerificationError(GraphAccError):
+    """A compiled program gave other values than plain PyTorch; the message names the tensor, the user's line and the pass at fault."""
+
+
 class PlanError(GraphAccError, ValueError):
     """A memory problem is malformed, or a plan breaks one of its rules; the message names the buffers and the values."""

@@ -57,4 +57,4 @@ def _key(value: object) -> object:
 
 
 DEAD_CODE = Pass(name="dead-code", exact=True, run=remove_dead_code, verify=_verify_no_dead_code)
-COMMON_SUBEXPRESSIONS = Pass(name="common-subexpressions", exact=True, run=merge_common_subexpressions)
+COMMON_SUBEXPRESSIONS = Pass(name="common-subexpressions", exact=True, optional=True, run=merge_common_subexpressions)

@@ -91,4 +91,4 @@ def _call(step: StepGraph, like: torch.fx.Node, target: torch._ops.OpOverload, *
     return new
 
 
-JOIN_PRODUCTS = Pass(name="join-products", exact=False, run=join_products)
+JOIN_PRODUCTS = Pass(name="join-products", exact=False, optional=True, run=join_products)

@@ -183,7 +183,7 @@ def _sequence_split(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str
 
 FLASH = (torch.ops.graphacc.flash_attention.default, torch.ops.graphacc.flash_attention_backward.default)
 
-REGATHER = Pass(name="separate-backward-reads", exact=True, run=separate_backward_reads, verify=verify_backward_reads)
+REGATHER = Pass(name="separate-backward-reads", exact=True, optional=True, run=separate_backward_reads, verify=verify_backward_reads)
 
 
 def _verify_axis(step: StepGraph, axis: str, num_ranks: int) -> None:

@@ -31,6 +31,7 @@ class Pass:
     name: str
     exact: bool  # results stay the same bit for bit
     run: Callable[[StepGraph, Log], StepGraph]
+    optional: bool = False  # the program gives the same values without it: it is left out in the search for the pass at fault
     verify: Callable[[StepGraph], None] | None = None  # what must hold afterwards, besides StepGraph.verify
 
 

@@ -238,3 +238,11 @@ def without_modes() -> contextlib.AbstractContextManager:
 def storage_users(tensor) -> int:
     """How many tensors (views and detached ones among them) share the memory of `tensor`, itself included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def untraced(function):
+    """The function as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
+    import sys
+
+    frontend = sys.modules.get("torch._dynamo.eval_frame")
+    return function if frontend is None else frontend.DisableContext(wrapping=False)(function)

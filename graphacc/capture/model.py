@@ -106,7 +106,7 @@ def _capture(
         substitute(model, stand_ins)
 
         def forward() -> tuple[Tensor | None, list[Tensor]]:
-            with _computing_in(precision, backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
+            with computing_in(precision, backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
                 return fn(model, leaves)
 
         results = program(dict(zip((item.name for item in parameters), trained)), forward)
@@ -261,7 +261,8 @@ class _LossesInFp32(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _computing_in(precision: str, device_type: str):
+def computing_in(precision: str, device_type: str):
+    """The contexts in which the model's code runs for a precision."""
     if precision == "fp32":
         yield
         return

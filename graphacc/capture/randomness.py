@@ -128,15 +128,15 @@ class Streams:
         return torch.argmax(weights.unsqueeze(-2) / noise.clamp_min(1e-30), dim=-1)
 
 
-def keyed_randomness(seed: int, counter: int) -> TorchDispatchMode:
-    """A mode in which PyTorch draws the numbers that a captured step draws with this key, operator by operator."""
-    return _Keyed(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64))
+def keyed_randomness(seed: int, counter: int, first: int = 0) -> TorchDispatchMode:
+    """A mode in which PyTorch draws the numbers that a captured step draws with this key, operator by operator, from stream `first` on."""
+    return _Keyed(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64), first)
 
 
 class _Keyed(TorchDispatchMode):
-    def __init__(self, key: Tensor):
+    def __init__(self, key: Tensor, first: int):
         super().__init__()
-        self._table = Streams(key).table()
+        self._table = Streams(key, first).table()
         self._in_place = {
             aten.bernoulli_.float: aten.bernoulli.p,
             aten.bernoulli_.Tensor: aten.bernoulli.Tensor,

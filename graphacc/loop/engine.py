@@ -33,6 +33,7 @@ from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import NotRecorded, Promise, to_values
 from graphacc.loop.tape import Tape, autocast_dtype
+from graphacc.loop.verify import Verifier
 
 log = logging.getLogger("graphacc")
 
@@ -114,6 +115,7 @@ class Engine:
         self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
         self.written: dict[ModelCall, Written] = {}
+        self.verifier = Verifier(self)
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
 
     # ---- calls of the model
@@ -750,7 +752,8 @@ class Engine:
             {**self._forward_aspects(tape), "results": tuple(wanted), "buffers kept": keep_buffers},
             lambda: self._capture(build.forward_graph, tape, wanted, self.programs.strategy.precision, keep_buffers),
         )
-        self._fulfil(tape, self._run(compiled, tape))
+        with self.verifier.watching(compiled, tape, outputs=wanted, keep_buffers=keep_buffers):
+            self._fulfil(tape, self._run(compiled, tape))
 
     def _run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
@@ -764,13 +767,14 @@ class Engine:
             self._prepare_accumulator(compiled, name)
         self._upload(compiled, tape)
         feeds = [self._feeds(compiled, tape, microbatch=i) for i in range(count)]
-        parts = self.programs.run_microbatches(compiled, feeds)
-        self._mark_stale(compiled)
-        tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
-        for index in tape.outputs:
-            tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
-        self.accumulated |= set(tape.grad_bindings)
-        tape.has_run = True
+        with self.verifier.watching(compiled, tape):
+            parts = self.programs.run_microbatches(compiled, feeds)
+            self._mark_stale(compiled)
+            tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
+            for index in tape.outputs:
+                tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
+            self.accumulated |= set(tape.grad_bindings)
+            tape.has_run = True
 
     def _prepare_accumulator(self, compiled: Compiled, name: str) -> None:
         """The gradient so far, on the devices: kept if it is there, uploaded if the loop wrote it, zero otherwise."""
@@ -789,7 +793,8 @@ class Engine:
             lambda: build.step_graph(self._joint(tape), self._capture(build.update_graph, binding.optimizer, code, binding.dynamic)),
         )
         self._upload_optimizer_state(compiled, binding)
-        self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        with self.verifier.watching(compiled, tape, binding=binding, code=code):
+            self._fulfil(tape, self._run(compiled, tape, binding=binding))
         binding.copies = {}
         self.pending = None
         self._close(tape)
@@ -813,7 +818,8 @@ class Engine:
             if (own := self.handles[name].host_grad) is not None:
                 self.programs.put(compiled, Kind.GRAD, name, own)
         self._upload_optimizer_state(compiled, binding)
-        self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        with self.verifier.watching(compiled, tape, binding=binding, code=code):
+            self._fulfil(tape, self._run(compiled, tape, binding=binding))
         binding.copies = {}
         self._close(tape)
 
@@ -835,6 +841,7 @@ class Engine:
             self.tracing = before
 
     def _program(self, kind: str, aspects: dict[str, object], capture: Callable[[], build.Step]) -> Compiled:
+        self.verifier.note_capture(capture)
         return self.fallback.attempt(lambda: self.programs.get(kind, aspects, capture))
 
     def _forward_aspects(self, tape: Tape) -> dict[str, object]:
@@ -854,8 +861,7 @@ class Engine:
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
     ) -> dict[tuple[Kind, str], object]:
         """The inputs of a program that are no state."""
-        seed = self.seed ^ ((microbatch or 0) * _GOLDEN & 0xFFFFFFFF)
-        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [seed, tape.counter & 0xFFFFFFFF]}
+        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [self.microbatch_seed(microbatch or 0), tape.counter & 0xFFFFFFFF]}
         for index, path in enumerate(tape.external_paths):
             tensor = tape.external(index)
             if microbatch is not None:
@@ -867,6 +873,10 @@ class Engine:
             if item.kind in (Kind.LOSS, Kind.USER):
                 feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
         return feeds
+
+    def microbatch_seed(self, microbatch: int) -> int:
+        """First word of the random key of one microbatch."""
+        return self.seed ^ (microbatch * _GOLDEN & 0xFFFFFFFF)
 
     def _mark_stale(self, compiled: Compiled) -> None:
         for item in compiled.graph.outputs:

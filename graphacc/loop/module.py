@@ -6,6 +6,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from graphacc._compat.torch_ import untraced
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
@@ -36,7 +37,7 @@ class CompiledModule(nn.Module):
     _graphacc_engine: Engine
 
     def __call__(self, *args, **kwargs):
-        return self._graphacc_engine.call(super().__call__, args, kwargs)
+        return untraced(self._graphacc_engine.call)(super().__call__, args, kwargs)
 
     __call__._torchdynamo_disable = True  # a torch.compile around the model leaves its calls to the engine
 
@@ -52,14 +53,14 @@ class CompiledModule(nn.Module):
         return tuple(self._graphacc_engine.programs.compiled)
 
     def explain(self) -> str:
-        """A table of the programs that were compiled and why, and a line for each memory plan, as text."""
+        """A table of the programs that were compiled and why, a line for each memory plan, and one for what was verified, as text."""
         header = ("program", "why", "nodes", "capture s", "passes s", "compile s", "cached", "MB/device")
         rows = [header, *(_row(compiled) for compiled in self.programs)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         plans = [f"{c.kind}: {c.program.plan.summary()}" for c in self.programs if c.program.plan is not None]
         eager = [f"{text.partition(chr(10))[0]} ({count} times)" for text, count in self._graphacc_engine.eager.items()]
-        return "\n".join(lines + plans + eager)
+        return "\n".join(lines + plans + eager + self._graphacc_engine.verifier.report.lines())
 
     def memory(self) -> "Memory":
         """Predicted and measured memory of the largest program so far.

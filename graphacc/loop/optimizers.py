@@ -82,7 +82,7 @@ class Binding:
 
     def hold(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
         """Put fetched state where the loop looks for it."""
-        numbers = {} if is_separable(self.optimizer) else {key: _number(x) for key, x in tensors.items()}
+        numbers = {} if is_separable(self.optimizer) else {key: python_number(x) for key, x in tensors.items()}
         view = self.optimizer.state
         entry = dict.setdefault(view, parameter, {})
         entry.update(tensors | {key: x for key, x in numbers.items() if x is not None})
@@ -93,7 +93,7 @@ def _key_of(tensors: dict[str, Tensor], value: Tensor) -> str:
     return next(key for key, x in tensors.items() if x is value)
 
 
-def _number(value: Tensor) -> float | int | None:
+def python_number(value: Tensor) -> float | int | None:
     """Numbers are carried as float64 of no dims; the optimizer's own code had a Python number there."""
     if value.dtype is not torch.float64 or value.dim():
         return None
@@ -226,3 +226,4 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     for engine in _engines_of(optimizer):
         engine.torch_steps = False
+        engine.verifier.end_of_step()

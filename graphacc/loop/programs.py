@@ -88,6 +88,7 @@ class Programs:
         self.memory_plan = memory_plan
         self.plan_seconds = plan_seconds
         self.annotations = annotations
+        self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
         self.splits = TensorParallel(splits={}, reasons={})
         self.experts: frozenset[str] = frozenset()
         self.mesh = make_mesh(strategy, select_devices(num_devices))
@@ -220,7 +221,7 @@ class Programs:
         passes = build_pipeline(
             graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), **places
         )
-        graph, reports = run_passes(graph, passes)
+        graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
         for text in dict.fromkeys(text for report in reports for text in getattr(report.details, "notes", ())):
             log.warning("graphacc: %s", text)
         return graph

@@ -66,7 +66,7 @@ def attach_attention(step: StepGraph, log: Log) -> StepGraph:
     return remove_dead_code(step, Log())
 
 
-ATTACH_ATTENTION = Pass(name="attach-attention", exact=False, run=attach_attention)
+ATTACH_ATTENTION = Pass(name="attach-attention", exact=False, optional=True, run=attach_attention)
 
 
 def _find(step: StepGraph, masks: Masks) -> Iterator[Attention | Unmatched]:

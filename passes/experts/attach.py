@@ -59,7 +59,7 @@ def attach_experts(step: StepGraph, log: Log) -> StepGraph:
     return remove_dead_code(step, Log())
 
 
-ATTACH_EXPERTS = Pass(name="attach-experts", exact=False, run=attach_experts)
+ATTACH_EXPERTS = Pass(name="attach-experts", exact=False, optional=True, run=attach_experts)
 
 
 def _write(step: StepGraph, routing: Routing) -> None:

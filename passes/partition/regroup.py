@@ -68,4 +68,4 @@ def _is_product(node: torch.fx.Node) -> bool:
     return node.target in _PRODUCTS
 
 
-REGROUP_SUMS = Pass(name="regroup-sums", exact=False, run=regroup_sums)
+REGROUP_SUMS = Pass(name="regroup-sums", exact=False, optional=True, run=regroup_sums)
