@@ -32,6 +32,7 @@ def compile(
     seed: int | None = None,
     max_grad_norm: float | None = None,
     nan_loss: str = "warn",
+    keep_gradients: bool = False,
     batch: str = "global",
     batch_dims: Mapping[str, int | None] | None = None,
     annotations: Annotations | None = None,
@@ -59,6 +60,8 @@ def compile(
         seed: of the random numbers inside the model; default: torch's current seed.
         max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
         nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
+        keep_gradients: ``parameter.grad`` can be read after ``optimizer.step()``, and a backward without ``zero_grad()`` adds to it, as in
+            PyTorch. Takes the gradients' memory, and runs every step as two programs.
         batch: in a run of several processes, "global": every process passes the same whole batch, "local": each passes its own rows
             of it, equally many (``torch.utils.data.DistributedSampler``), which lie behind one another in the processes' order.
             Results and losses are those of the whole batch in both.
@@ -120,7 +123,7 @@ def compile(
         local_batch=batch == "local",
         seed=seed,
     )
-    options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, capture=capture)
+    options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
     engine = Engine(model, programs, options)
     engine.verifier.request(verify)
     attach(model, engine)

@@ -244,5 +244,5 @@ def untraced(function):
     """The function as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
     import sys
 
-    frontend = sys.modules.get("torch._dynamo.eval_frame")
-    return function if frontend is None else frontend.DisableContext(wrapping=False)(function)
+    frontend = sys.modules.get("torch._dynamo")
+    return function if frontend is None else frontend.disable(function)

@@ -31,7 +31,7 @@ from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
-from graphacc.loop.promise import NotRecorded, Promise, to_values
+from graphacc.loop.promise import NotRecorded, Promise, to_values, written_too_early
 from graphacc.loop.tape import Tape, autocast_dtype
 from graphacc.loop.verify import Verifier
 
@@ -51,6 +51,7 @@ class Options:
     seed: int  # first word of every random key
     max_grad_norm: float | None = None  # clip the total norm of the gradients that an optimizer's step uses
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
+    keep_gradients: bool = False  # gradients stay after a step, as PyTorch's do, at the cost of their memory
     capture: str = "auto"  # "fx", "lazy", or "auto": lazy tensors where torch.fx refuses
 
 
@@ -312,7 +313,7 @@ class Engine:
     def _check_parameters_unchanged(self, tape: Tape) -> None:
         for name, handle in self.handles.items():
             if handle.kind is Kind.PARAM and handle.version != tape.parameter_versions.get(name, handle.version):
-                raise _written_too_early(name)
+                raise written_too_early(name)
 
     def is_model(self, function: Callable) -> bool:
         return isinstance(function, ModelCall)
@@ -333,6 +334,13 @@ class Engine:
         tape = self.pending
         if tape is not None and not tape.has_run:
             self._run_grad(tape)
+        tape = self.tape
+        if tape is not None and tape.backward_at is None and not tape.closed:
+            if held := tape.live():
+                self._run_forward(tape, held, keep_buffers=True)
+            else:
+                self._discard(tape)
+            tape.overwritten, tape.closed, self.tape = handle.name, True, None
 
     def _mode(self) -> tuple:
         if not self._structure.is_current():
@@ -686,7 +694,7 @@ class Engine:
                 if not self._step_in_parts(binding, names, tape, error):
                     return False
             for name in names:
-                if isinstance(self.handles[name].grad, Tape):
+                if isinstance(self.handles[name].grad, Tape) and not self.options.keep_gradients:
                     self.handles[name].grad = SPENT
                     self.accumulated.discard(name)
             self.steps += 1
@@ -696,7 +704,10 @@ class Engine:
 
     def _step(self, binding: Binding, names: tuple[str, ...]) -> None:
         tape = self.pending
-        whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps
+        if self.options.keep_gradients and tape is not None and not tape.closed and tape.gradient_calls:
+            self._force(tape)
+            tape = None
+        whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps and not self.options.keep_gradients
         if whole and set(names) == set(tape.grad_values):
             self._run_step(tape, binding, names)
         else:
@@ -720,7 +731,10 @@ class Engine:
         """Bring to the host what the optimizer's own step reads: gradients and its state. Parameters come when they are read."""
         self._note_eager(f"the step of {type(binding.optimizer).__name__}", binding.by_torch or "")
         for name in binding.names:
-            self.settle_grad(self.handles[name])
+            handle = self.handles[name]
+            self.settle_grad(handle)
+            if isinstance(binding.optimizer, torch.optim.SparseAdam) and handle.host_grad is not None and not handle.host_grad.is_sparse:
+                handle.host_grad = handle.host_grad.to_sparse(1)  # compiled programs give dense gradients, with zeros written out
         self.fetch_optimizer_state(binding)
         binding.state_on_device = False
         self.torch_steps = True
@@ -892,7 +906,7 @@ class Engine:
             handle = self.handles.get(item.target)
             if handle is not None and (handle.host_is_newer or not self.programs.holds(item.kind, item.target)):
                 if compiled.kind != "update" and handle.version != tape.parameter_versions.get(handle.name, handle.version):
-                    raise _written_too_early(handle.name)
+                    raise written_too_early(handle.name)
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
 
@@ -962,13 +976,6 @@ def _grad_mode(tensor: Tensor) -> object:
     """Whether a parameter takes a gradient, and its hooks."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
-
-
-def _written_too_early(name: str) -> LoopError:
-    return LoopError(
-        f"{name!r} was written between the model's call and backward() or optimizer.step(), but the compiled step runs the call "
-        "only then: write parameters and buffers before the call or after the step"
-    )
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

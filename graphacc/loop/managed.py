@@ -176,7 +176,8 @@ class SpentGradient(Tensor):
         name = spent[0].handle.name
         raise LoopError(
             f"{name}.grad was read after optimizer.step(): the compiled step consumed the gradient; read or change gradients between "
-            "loss.backward() and optimizer.step(), where reading them is recorded or runs the step in parts"
+            "loss.backward() and optimizer.step(), where reading them is recorded or runs the step in parts, or keep them with "
+            "graphacc.compile(..., keep_gradients=True), which takes their memory and runs every step in two programs"
         )
 
     @classmethod

@@ -151,11 +151,20 @@ def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: st
 
 
 def _check_way_back(loss: Tensor) -> None:
+    if isinstance(loss, Promise) and loss.tape.overwritten is not None:
+        raise written_too_early(loss.tape.overwritten)
     if isinstance(loss, Promise) and not loss.tape.is_eager and loss.tape.values[loss.index].requires_grad:
         raise LoopError(
             "backward() on a result of a model call whose step has already run: PyTorch frees the graph at the first backward(), too; "
             "call the model again, or add the losses and call backward() once"
         )
+
+
+def written_too_early(name: str) -> LoopError:
+    return LoopError(
+        f"{name!r} was written between the model's call and backward() or optimizer.step(), but the compiled step runs the call "
+        "only then: write parameters and buffers before the call or after the step"
+    )
 
 
 def open_tapes(leaves: list) -> "list[Tape]":

@@ -84,6 +84,7 @@ class Tape:
         self.outputs: list[int] = []  # value indices, other than the loss, that the loop held at backward
         self.has_run = False  # a program gave the loss, the outputs and the gradients
         self.closed = False
+        self.overwritten: str | None = None  # the parameter whose value was written before a backward
         self.is_eager = False  # its values are ordinary results of PyTorch's autograd
         self.updates = engine.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}

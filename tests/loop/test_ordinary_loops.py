@@ -917,6 +917,56 @@ def test_inference_mode():
     assert_same(run)
 
 
+def gradient_read_after_step(m, o, x, y, i):
+    trained(o, F.cross_entropy(m(x), y))
+    return m.first.weight.grad.norm().item()
+
+
+def never_zeroed(m, o, x, y, i):
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    o.step()
+    return loss
+
+
+def clipped_and_read_after_step(m, o, x, y, i):
+    o.zero_grad()
+    F.cross_entropy(m(x), y).backward()
+    nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    o.step()
+    return m.first.weight.grad.norm().item()
+
+
+@pytest.mark.parametrize("run", [gradient_read_after_step, never_zeroed, clipped_and_read_after_step])
+def test_kept_gradients(run):
+    assert_same(loop(run), keep_gradients=True)
+
+
+def output_kept_while_parameters_are_written(m, o, x, y, i):
+    m.__dict__["_out"] = m(x)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(0.9)
+    loss = trained(o, F.cross_entropy(m(x), y))
+    return [loss.item(), m._out.sum().item()]
+
+
+def test_a_kept_output_has_the_value_of_its_call():
+    assert_same(loop(output_kept_while_parameters_are_written))
+
+
+def test_sparse_gradients():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 8, sparse=True)
+
+        def forward(self, x):
+            return self.table((x[:, :3] * 3).long() % 20).mean(1)[:, :3]
+
+    assert_same(loop(plain, lambda m: torch.optim.SparseAdam(m.parameters(), lr=0.05)), model=Bag())
+
+
 # ---- copies and files
 
 
