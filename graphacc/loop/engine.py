@@ -26,7 +26,7 @@ from graphacc.graph import Kind
 from graphacc.loop import build, collector
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
-from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written
+from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
@@ -431,19 +431,25 @@ class Engine:
     def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
-        num_hooks = self.guards.num_hooks()
-        with borrowed(self.model), self.guards.noting(), no_python_randomness():
-            before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
-            self.guards.write(inputs)
-            buffers = self.fakes.buffers()
-            result = call(args, kwargs)
-            written = attributes_written(self.model, before, inputs)
-            writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
+        num_hooks, flags = self.guards.num_hooks(), {}
+        try:
+            with borrowed(self.model), self.guards.noting(), no_python_randomness():
+                before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
+                self.guards.write(inputs)
+                buffers = self.fakes.buffers()
+                try:
+                    result = call(args, kwargs)
+                finally:
+                    if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
+                        flags = plain_attributes_written(self.model, before)
+                written = attributes_written(self.model, before, inputs)
+                writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
+        finally:
+            self.guards.write(flags)
+        if flags:
+            raise NewInput("the forward installed hooks")
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
         others = {label: value for label, value in written.items() if label not in tensors}
-        if self.guards.num_hooks() != num_hooks:
-            self.guards.write(others)
-            raise NewInput("the forward installed hooks")
         self.written[function] = Written(buffers=writes_buffers and bool(buffers), tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
         return result, tensors
 

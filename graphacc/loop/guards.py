@@ -406,6 +406,9 @@ class Guards:
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
                 continue
+            if _is_library_object(place.owner):
+                place.changes()  # such as a config that notes what it found out: its present values count
+                continue
             now = place.table.get(name, MISSING)
             if copy is not None and snapshot(copy) != snapshot(value):
                 _refill(value, copy)
@@ -472,6 +475,16 @@ def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapp
     return found
 
 
+def plain_attributes_written(model: nn.Module, before: Mapping[str, dict]) -> dict[str, object]:
+    """Label -> new value of the attributes of modules whose plain value is not as it was `before`."""
+    return {
+        f"model.{path}.{name}" if path else f"model.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _TABLES and isinstance(value, _PLAIN) and value is not before[path].get(name, MISSING)
+    }
+
+
 class NewInput(Passing):
     """A tensor that a module holds was read: it has to be an input of the program."""
 
@@ -498,6 +511,13 @@ def _is_own_file(filename: str) -> bool:
     return is_user_file(filename) and "site-packages" not in filename
 
 
+def _is_library_object(owner: object) -> bool:
+    if owner is None or isinstance(owner, (dict, type, types.FunctionType, nn.Module)):
+        return False
+    filename = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
+    return filename is not None and "site-packages" in filename
+
+
 def is_user_class(cls: type) -> bool:
     if cls.__module__ == builtins.__name__ or not cls.__flags__ & (1 << 9):  # a type that Python code made
         return False
@@ -517,4 +537,4 @@ def _text(found: Hashable) -> str:
     return str(found[1]) if isinstance(found, tuple) and len(found) == 2 else "another value"
 
 
-__all__ = ["MISSING", "Guards", "NewInput", "Structure", "Written", "attributes_written", "snapshot"]
+__all__ = ["MISSING", "Guards", "NewInput", "Structure", "Written", "attributes_written", "plain_attributes_written", "snapshot"]

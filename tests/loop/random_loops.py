@@ -2,7 +2,7 @@
 
     python tests/loop/random_loops.py COUNT FIRST_SEED
 
-runs many and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError.
+runs many and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError; it fails if there is one.
 """
 
 import copy
@@ -431,6 +431,8 @@ def main(count: int, first: int) -> None:
         if kind in ("WRONG", "refused"):
             print(seed, result, flush=True)
     print(kinds)
+    if "WRONG" in kinds:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
