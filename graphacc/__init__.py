@@ -62,11 +62,13 @@ if _typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    if name in _MODULES:
-        return _importlib.import_module(f"graphacc.{name}")
-    if name not in _PUBLIC:
+    if name not in _PUBLIC and name not in _MODULES:
         raise AttributeError(f"module 'graphacc' has no attribute {name!r}")
-    return getattr(_importlib.import_module(_PUBLIC[name]), name)
+    from graphacc._compat.random_state import kept_random_state
+
+    with kept_random_state():
+        module = _importlib.import_module(_PUBLIC.get(name, f"graphacc.{name}"))
+    return getattr(module, name) if name in _PUBLIC else module
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """The public functions: compile a model, and run its step explicitly."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -17,6 +18,8 @@ from graphacc.loop.verify import Report
 from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import Annotations, P, annotate, annotated, checked_spec, pinned_parameters
+
+log = logging.getLogger("graphacc")
 
 NAN_ACTIONS = ("warn", "stop", "ignore")
 BATCHES = ("global", "local")
@@ -105,6 +108,8 @@ def compile(
         _check_not_asked(capture, asked)
         alone = _choose_strategy(strategy, 1 if devices is None else devices, precision)
         return run_on_torch_xla(model, alone, seed=seed)
+    if not any(True for _ in model.parameters()):
+        log.warning("graphacc: %s has no parameters, so there is nothing to train in it: compile the module that holds the layers", type(model).__name__)
     chosen = _choose_strategy(strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(

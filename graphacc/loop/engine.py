@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import without_modes
 from graphacc.capture import FX, hyperparameters, init_optimizer_state
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
@@ -39,6 +38,9 @@ log = logging.getLogger("graphacc")
 
 NOT_COMPILED = (CaptureError, LoweringError, GraphError)
 """Errors of code that cannot be compiled: PyTorch runs it instead."""
+
+MAX_JOINTS = 16
+"""Captured graphs of forward and backward that are kept for further programs of them."""
 
 _GOLDEN = 0x9E3779B9
 """Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
@@ -90,6 +92,7 @@ class Engine:
         self.model = model
         self.programs = programs
         self.options = options
+        self._loop_thread = threading.get_ident()
         self._capturing: int | None = None  # the thread in which the model's own code runs
         self.handles = manage(self, model)
         self.fakes = Fakes(model, self.handles)
@@ -126,6 +129,11 @@ class Engine:
         """The model's own code runs in this thread: on fake tensors, or by PyTorch."""
         return self._capturing == threading.get_ident()
 
+    @property
+    def in_loop_thread(self) -> bool:
+        """Whether the caller is in the thread that calls the model; others see the state as it is, and record nothing."""
+        return self._loop_thread == threading.get_ident()
+
     @contextlib.contextmanager
     def direct_calls(self) -> Iterator[None]:
         """Calls of the model inside run its own code instead of being recorded."""
@@ -140,6 +148,7 @@ class Engine:
         if self.capturing:
             return original(*args, **kwargs)
         with self.lock:
+            self._loop_thread = threading.get_ident()
             if swapped := self._swapped():
                 return self._call_eagerly(original, args, kwargs, swapped)
             function = self._function()
@@ -192,7 +201,7 @@ class Engine:
             return None
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Promise):
-                wanted = leaf.requires_gradient and leaf.tape.engine is not self or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
+                wanted = (leaf.requires_gradient and leaf.tape.engine is not self) or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
             else:
                 wanted = isinstance(leaf, Tensor) and leaf.requires_grad
             if wanted:
@@ -235,6 +244,8 @@ class Engine:
             ahead: a recording that is about to run itself.
         """
         pending, tape = self.pending, self.tape
+        if not self.in_loop_thread:
+            return
         if pending is not None and pending is not ahead and not pending.has_run and self._writes_buffers(pending):
             self._run_grad(pending)
         if tape is not None and tape is not ahead and tape.backward_at is None and not tape.closed and self._writes_buffers(tape):
@@ -405,7 +416,7 @@ class Engine:
     def records_parameters(self) -> bool:
         """Whether a function of a parameter belongs on the tape: between a model call and its backward."""
         tape = self.tape
-        return not self.capturing and tape is not None and not tape.closed and tape.backward_at is None and bool(tape.calls)
+        return not self.capturing and self.in_loop_thread and tape is not None and not tape.closed and tape.backward_at is None and bool(tape.calls)
 
     def fake(self, value) -> Tensor:
         return self.fakes.of(value)
@@ -761,6 +772,8 @@ class Engine:
         if key not in self._joints:
             strategy = self.programs.strategy
             self._joints[key] = self._capture(build.joint_graph, tape, tape.outputs, strategy.precision, strategy.microbatches)
+            while len(self._joints) > MAX_JOINTS:
+                self._joints.pop(next(iter(self._joints)))
         return self._joints[key]
 
     def _run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:

@@ -12,7 +12,7 @@ from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
 from graphacc.loop.on_torch_xla import OnTorchXla
-from graphacc.loop.programs import STATE_KINDS, Compiled
+from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
 from graphacc.strategy.in_force import StrategyInForce
 from graphacc.strategy.memory import predict_memory
 
@@ -41,6 +41,21 @@ class CompiledModule(nn.Module):
 
     __call__._torchdynamo_disable = True  # a torch.compile around the model leaves its calls to the engine
 
+    def state_dict(self, *args, **kwargs):
+        """The model's own; another thread than the loop's waits while a step is captured or runs."""
+        with self._graphacc_engine.lock:
+            return super().state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args, **kwargs):
+        """The model's own; waits as `state_dict`."""
+        with self._graphacc_engine.lock:
+            return iter(list(super().named_parameters(*args, **kwargs)))
+
+    def named_buffers(self, *args, **kwargs):
+        """The model's own; waits as `state_dict`."""
+        with self._graphacc_engine.lock:
+            return iter(list(super().named_buffers(*args, **kwargs)))
+
     @property
     def strategy(self) -> StrategyInForce:
         """The strategy in force; printed, it shows for every parameter how it is split and who decided that."""
@@ -60,7 +75,9 @@ class CompiledModule(nn.Module):
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         plans = [f"{c.kind}: {c.program.plan.summary()}" for c in self.programs if c.program.plan is not None]
         eager = [f"{text.partition(chr(10))[0]} ({count} times)" for text, count in self._graphacc_engine.eager.items()]
-        return "\n".join(lines + plans + eager + self._graphacc_engine.verifier.report.lines())
+        gone = self._graphacc_engine.programs.num_let_go
+        kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
+        return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines())
 
     def memory(self) -> "Memory":
         """Predicted and measured memory of the largest program so far.

@@ -11,6 +11,7 @@ import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
+from graphacc._compat.random_state import kept_random_state
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop import collector
@@ -36,6 +37,10 @@ log = logging.getLogger("graphacc")
 
 STATE_KINDS = (Kind.PARAM, Kind.BUFFER, Kind.STATE, Kind.GRAD)
 """Kinds of values that stay on the devices between programs."""
+
+
+MAX_PROGRAMS = 128
+"""Of one model; the one that was not used for longest is let go, and compiled again if it is wanted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +96,11 @@ class Programs:
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
         self.splits = TensorParallel(splits={}, reasons={})
         self.experts: frozenset[str] = frozenset()
-        self.mesh = make_mesh(strategy, select_devices(num_devices))
+        with kept_random_state():  # JAX's devices are made here
+            self.mesh = make_mesh(strategy, select_devices(num_devices))
         self.state = TrainState(self.mesh)
         self.compiled: list[Compiled] = []
+        self.num_let_go = 0  # programs that were dropped for newer ones
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
         self._notes: set[str] = set()  # what has been logged already
@@ -112,15 +119,23 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
-            with collector.paused():
+            with collector.paused(), kept_random_state():
                 self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
+            if len(self._by_key) > MAX_PROGRAMS:
+                self._let_go(next(iter(self._by_key)))
+        self._by_key[key] = self._by_key.pop(key)  # last in order: the first one is the one that was not used for longest
         if key in self._labels:
             note(f"runs {self._labels[key]}")
         if key in self._agreements:
             meet(self._agreements.pop(key))
         return self._by_key[key]
+
+    def _let_go(self, key: Hashable) -> None:
+        gone = {id(part) for part in self._by_key.pop(key).parts}
+        self.compiled = [compiled for compiled in self.compiled if id(compiled) not in gone]
+        self.num_let_go += 1
 
     def _agreed(self, key: tuple[str, Hashable], graph: Step) -> Step:
         """A graph that all processes are about to compile; raises DistributedError where they differ."""

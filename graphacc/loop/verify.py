@@ -267,15 +267,15 @@ def _message(run: _Run, step: int, wrong: Sequence[Difference], source: str, fau
 
 def _reference(engine: "Engine", run: _Run, start: Values) -> _Reference:
     """What the program should give, computed by PyTorch from `start`, which stays as it is."""
-    with engine.direct_calls(), torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        with torch.random.fork_rng(devices=[]):
-            if run.kind == "forward":
-                return _Reference(_forward(engine, run, start, {}, grads=False), {})
-            values = {} if run.kind == "update" else _forward(engine, run, start, (env := {}), grads=True)
-            if run.kind == "grad":
-                return _Reference(values, {})
-            env = {i: run.tape.value(i).detach() for i in run.code.forward_values} if run.kind == "update" else env
-            return _update(engine, run, start, env, values)
+    own_code = engine.direct_calls(), torch._C.DisableTorchFunctionSubclass()
+    with own_code[0], own_code[1], torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        if run.kind == "forward":
+            return _Reference(_forward(engine, run, start, {}, grads=False), {})
+        values = {} if run.kind == "update" else _forward(engine, run, start, (env := {}), grads=True)
+        if run.kind == "grad":
+            return _Reference(values, {})
+        env = {i: run.tape.value(i).detach() for i in run.code.forward_values} if run.kind == "update" else env
+        return _update(engine, run, start, env, values)
 
 
 def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor], *, grads: bool) -> Values:
@@ -484,7 +484,7 @@ def _fault(
     def is_right(**changes) -> bool:
         try:
             got = _rerun(engine, run, capture, expected, **changes)
-        except Exception:  # noqa: BLE001  later passes may need it, in any way: the difference that was found is what is reported
+        except Exception:
             return False
         return all(item.ratio <= 1 for item in _differences(run, expected, got, bounds))
 

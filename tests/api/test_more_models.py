@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from training import assert_parity, compiled
 from zoo import HEADS, HIDDEN, LAYERS, VOCAB
 
-import graphacc
-
 STEPS, BATCH = 3, 8
 
 

@@ -13,7 +13,6 @@ import torch.optim
 
 from graphacc.capture.lazy.xla import library
 
-
 _GROWS = ("torch.compiler._cache",)  # its class gets an attribute of every module of torch's that registers artifacts
 
 

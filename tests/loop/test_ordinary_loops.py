@@ -5,6 +5,10 @@ import copy
 import io
 import pickle
 import random
+import subprocess
+import sys
+import textwrap
+import threading
 
 import pytest
 import torch
@@ -979,6 +983,71 @@ def test_a_compiled_model_can_be_pickled_and_saved():
     torch.save(model, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False).first.weight, model.state_dict()["first.weight"])
+
+
+def test_another_thread_sees_current_values():
+    """A thread that averages the parameters while the loop trains never meets donated, traced or half-written ones."""
+    torch.manual_seed(0)
+    model = compiled(Net(), None)
+    errors, stop, seen = [], threading.Event(), []
+
+    def watch():
+        while not stop.is_set():
+            try:
+                state = model.state_dict()
+                assert all(type(value).__name__ != "FakeTensor" and torch.isfinite(value).all() for value in state.values())
+                seen.append(sum(value.sum().item() for value in state.values()) + sum(p.sum().item() for p in model.parameters()))
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        for repeat in range(3):
+            model.scale = 1.0 + repeat  # another capture
+            loop(plain, steps=6)(model)
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors, errors[0]
+    assert len(set(seen)) > 2
+
+
+def test_random_numbers_of_the_loop_are_as_without_the_line():
+    """In a process of its own: it is importing jax that would draw from NumPy's generator."""
+    code = """
+        import random, numpy, torch, sys
+        def draws(compiled):
+            random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1)
+            if compiled:
+                import graphacc
+                graphacc.compile(model, devices=1)
+            found = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(8, 4)).mean().backward()
+            optimizer.step()
+            return found + [random.random(), numpy.random.rand(), torch.rand(()).item()]
+        ours = draws(True)
+        assert ours == draws(False), (ours, draws(False))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_programs_have_a_bound(monkeypatch):
+    monkeypatch.setattr("graphacc.loop.programs.MAX_PROGRAMS", 2)
+
+    def rows_change(model):
+        optimizer = sgd(model)
+        return [trained(optimizer, F.cross_entropy(model(x), y)).item() for rows in (2, 4, 6, 8, 2) for x, y in data(1, rows)]
+
+    model = assert_same(rows_change)
+    assert len(model.programs) == 2 and "3 program(s) were let go" in model.explain()
+
+
+def test_a_module_without_parameters_is_said(caplog):
+    compiled(nn.Tanh(), None)
+    assert "no parameters" in caplog.text
 
 
 def test_a_failed_capture_leaves_pytorch_healthy():

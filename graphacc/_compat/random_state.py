@@ -1,0 +1,19 @@
+"""Python's and NumPy's random generators, left as they are by what we load and compile: some imports of jax draw from NumPy's."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Give the generators of `random` and ``numpy.random`` the state again that they had before the block."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
