@@ -7,6 +7,7 @@ run a "forward" program. All programs share one state on the devices.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,13 @@ class ModelCall:
     mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mode, self.state, self.inputs))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __call__(self, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
         """Call the model in the mode in which the loop called it, which may be another by now.
@@ -161,7 +169,7 @@ class Engine:
                 except NOT_COMPILED as error:
                     if self.options.capture != "auto":
                         raise
-                    why = self._refused[function] = str(error)
+                    why = self._refused[function] = _explanation(error)
             return self._call_eagerly(original, args, kwargs, why)
 
     def _function(self) -> "ModelCall":
@@ -383,7 +391,12 @@ class Engine:
     def _adopt_tensors(self) -> None:
         for handle in self.handles.values():
             handle.refresh()
-        self.handles = self.fakes.handles = manage(self, self.model, self.handles)
+        before = self.handles
+        self.handles = self.fakes.handles = manage(self, self.model, before)
+        current = {id(handle) for handle in self.handles.values()}
+        for handle in before.values():
+            if id(handle) not in current:
+                handle.tensor._graphacc_handle = None  # an ordinary tensor again
         self._structure = Structure(self.model)
         with torch._C.DisableTorchFunctionSubclass():
             self._persistent = set(self.model.state_dict(keep_vars=True))
@@ -503,7 +516,7 @@ class Engine:
             raise error
         for call in tape.forward_calls:
             if isinstance(call.function, ModelCall):
-                self._refused[call.function] = str(error)
+                self._refused[call.function] = _explanation(error)
 
     def _settle_pending(self) -> None:
         """Before another backward: the gradients of the last one go to the accumulators."""
@@ -995,6 +1008,10 @@ def _grad_mode(tensor: Tensor) -> object:
     """Whether a parameter takes a gradient, and its hooks."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
+
+
+def _explanation(error: Exception) -> str:
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

@@ -142,6 +142,7 @@ class Guards:
         self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._keys: dict[tuple, int] = {}
         self._token = 0
+        self._watch: Callable = lambda owner: None
         self._settled = 0  # plain attributes of objects that captures have changed
         self._rounds = 0  # of captures in a row that did
         everywhere = self._place(None, vars(torch.nn.modules.module), "torch.nn.modules.module")
@@ -272,6 +273,7 @@ class Guards:
                 watched.add(found)
                 self._watch_class(stack, found, paths)
 
+        self._watch = watch
         stack.enter_context(patched(cls, __getattribute__=look))
 
     def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
@@ -372,6 +374,7 @@ class Guards:
                     if code is not None and _is_own_file(code.co_filename):
                         replaced.append((hooks, key, hook))
         for hooks, key, hook in replaced:
+            self._follow(hook, _DEPTH, self._watch)
             hooks[key] = self._noted_hook(hook)
         try:
             yield

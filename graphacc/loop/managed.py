@@ -5,6 +5,7 @@ modules that hold them stay right. A torch function that touches one first bring
 reading is always exact; a write is seen by the version counter and uploaded before the next program runs.
 """
 
+import sys
 import typing
 
 import torch
@@ -219,7 +220,10 @@ class Managed(Tensor):
         kwargs = kwargs or {}
         if func in _GRADIENT:
             return _GRADIENT[func](*args)
-        return run_function(func, args, kwargs)
+        result = run_function(func, args, kwargs)
+        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+            result.__class__ = type(args[0])  # what nn.Parameter(parameter) asks of a subclass; it belongs to no model yet
+        return result
 
     def __deepcopy__(self, memo):
         """An ordinary tensor or parameter with the current value."""
@@ -281,11 +285,8 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                     f"{name!r} is a {type(tensor).__name__}: only ordinary tensors and parameters can be moved to the devices; "
                     "replace it by a plain torch.nn.Parameter or torch.Tensor before graphacc.compile"
                 )
-            replaced = (handles or {}).get(name)
             handle = found[name] = Handle(engine, kind, name, tensor)
             handle.exposed = handles is not None
-            if replaced is not None and replaced.tensor is not tensor:
-                replaced.tensor._graphacc_handle = None  # an ordinary tensor again
             tensor.__class__ = managed
             tensor._graphacc_handle = handle
     return found
@@ -350,5 +351,7 @@ def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
         )
     handle.engine.write_grad(handle, value)
 
+
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 _GRADIENT = {Tensor.grad.__get__: _get_grad, Tensor.grad.__set__: _set_grad, Tensor.grad.__delete__: _set_grad}

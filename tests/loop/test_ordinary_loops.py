@@ -704,6 +704,16 @@ def test_attributes_of_objects_replaced_methods_and_global_hooks_are_guarded():
     assert_same(loop(changed), model=Configured())
 
 
+def parametrized_late(m, o, x, y, i):
+    if i == 2:
+        nn.utils.parametrizations.weight_norm(m.first)
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def test_a_parametrization_that_is_added_late():
+    assert_same(loop(parametrized_late))
+
+
 def fast_weights(m, o, x, y, i):
     """One step of MAML: the loss of parameters that a step of gradient descent gives."""
     names, values = zip(*m.named_parameters(), strict=True)
