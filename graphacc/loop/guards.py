@@ -405,7 +405,7 @@ class Guards:
         A plain attribute of an object, such as a config's, keeps its new value: the next capture, which follows, starts from it. All else is restored.
         """
         changed = []
-        for place, name, value, copy in self._noted:
+        for place, name, value, copy in reversed(self._noted):  # the oldest copy is the one from before
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
                 continue
