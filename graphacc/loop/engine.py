@@ -507,7 +507,7 @@ class Engine:
                 handle.grad = tape
             if self.torch_steps:
                 self._force(tape)
-            elif any(handle.kind is Kind.PARAM and handle.exposed and handle.has_alias for handle in self.handles.values()):
+            elif any(handle.kind is Kind.PARAM and handle.is_shared for handle in self.handles.values()):
                 self._run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
 
     def _refuse(self, tape: Tape, error: Exception) -> None:

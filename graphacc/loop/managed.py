@@ -55,7 +55,7 @@ class Handle:
         if self.host_is_stale:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return self.exposed or self.tensor._version != self.uploaded_version
+            return self.exposed or self.tensor._version != self.uploaded_version or self.is_shared
 
     @property
     def version(self) -> int:
@@ -75,10 +75,14 @@ class Handle:
     def mark_stale(self) -> None:
         """The device copy was replaced. A tensor of the loop that shares the host memory sees the new value at once."""
         self.host_is_stale = True
-        if self.viewed:
-            self.viewed = self.has_alias
-            if self.viewed:
-                self.refresh()
+        if self.is_shared:
+            self.refresh()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the loop holds a tensor, or an array, through which it can read and write the host memory without our knowledge."""
+        self.viewed = self.viewed and self.has_alias
+        return self.viewed
 
     @property
     def has_alias(self) -> bool:
