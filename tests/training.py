@@ -48,8 +48,12 @@ def compiled(model: nn.Module, strategy: str | None, **options) -> nn.Module:
     return graphacc.compile(model, strategy=strategy or graphacc.Strategy(), **options)
 
 
-def assert_parity(reference: nn.Module, model: nn.Module, expected: list[float], losses: list[float]) -> None:
-    """Losses within 1e-5, and every parameter and buffer within 1e-4 of its largest value."""
+def assert_parity(
+    reference: nn.Module, model: nn.Module, expected: list[float], losses: list[float], by_pytorch: bool = False
+) -> None:
+    """Losses within 1e-5, and every parameter and buffer within 1e-4 of its largest value; and it was no run by PyTorch."""
+    engine = getattr(model, "_graphacc_engine", None)  # none where torch_xla's own runtime has the model
+    assert by_pytorch or engine is None or not engine.eager, engine.eager
     for step, (got, want) in enumerate(zip(losses, expected, strict=True)):
         assert abs(got - want) <= LOSS * max(1.0, abs(want)), f"loss of step {step}: {got}, plain PyTorch {want}"
     got, want = model.state_dict(), reference.state_dict()

@@ -21,7 +21,7 @@ from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.source import calling_line
-from graphacc.errors import CaptureError, GraphAccError, GraphError, LoopError, LoweringError
+from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError
 from graphacc.graph import Kind
 from graphacc.loop import build, collector
 from graphacc.loop.fakes import Fakes
@@ -37,8 +37,8 @@ from graphacc.loop.verify import Verifier
 
 log = logging.getLogger("graphacc")
 
-NOT_COMPILED = (CaptureError, LoweringError, GraphError)
-"""Errors of code that cannot be compiled: PyTorch runs it instead."""
+NOT_COMPILED = (CaptureError, LoweringError)
+"""Errors of code that cannot be compiled: PyTorch runs it instead. A GraphError is a defect of a pass, and is not hidden by that."""
 
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
@@ -765,9 +765,19 @@ class Engine:
             self.settle_grad(handle)
             if isinstance(binding.optimizer, torch.optim.SparseAdam) and handle.host_grad is not None and not handle.host_grad.is_sparse:
                 handle.host_grad = handle.host_grad.to_sparse(1)  # compiled programs give dense gradients, with zeros written out
+        self._clip_on_host([self.handles[name] for name in binding.names])
         self.fetch_optimizer_state(binding)
         binding.state_on_device = False
         self.torch_steps = True
+
+    def _clip_on_host(self, handles: Sequence[Handle]) -> None:
+        """``max_grad_norm``, for a step that PyTorch runs."""
+        if self.options.max_grad_norm is None:
+            return
+        grads = {handle.name: handle.host_grad for handle in handles if handle.host_grad is not None}
+        if grads:
+            for name, grad in build.clip_total_norm(grads, self.options.max_grad_norm).items():
+                self.handles[name].host_grad = grad
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphacc.capture.optimizer import is_separable
+from graphacc.errors import LoopError
 from graphacc.loop.managed import handle_of
 
 if typing.TYPE_CHECKING:
@@ -192,6 +193,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
             binding = engine.binding_of(optimizer)
             why = "it holds parameters of several compiled models" if plain else "it evaluates a closure, or takes other arguments"
             binding.by_torch = binding.by_torch or why
+            if engine.options.max_grad_norm is not None:
+                raise LoopError(
+                    f"max_grad_norm={engine.options.max_grad_norm} cannot be applied to {type(optimizer).__name__}.step(): {why}; "
+                    "leave it out, and clip with torch.nn.utils.clip_grad_norm_ after backward()"
+                )
             engine.prepare_torch_step(binding)
         return None
     result = None

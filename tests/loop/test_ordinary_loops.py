@@ -976,6 +976,19 @@ def test_a_kept_output_has_the_value_of_its_call():
     assert_same(loop(output_kept_while_parameters_are_written))
 
 
+def test_max_grad_norm_where_pytorch_runs_the_step():
+    def clipped(m, o, x, y, i):
+        o.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        if not hasattr(m, "_graphacc_engine"):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+        o.step()
+        return loss
+
+    assert_same(loop(clipped, lambda m: CountingGroups(m.parameters(), 0.1)), max_grad_norm=0.05)
+
+
 def test_sparse_gradients():
     class Bag(nn.Module):
         def __init__(self):
