@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 
 import torch
 
@@ -236,13 +237,19 @@ def without_modes() -> contextlib.AbstractContextManager:
 
 
 def storage_users(tensor) -> int:
-    """How many tensors (views and detached ones among them) share the memory of `tensor`, itself included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How many objects (the tensor, views and detached tensors, a storage that Python holds) share the memory of `tensor`."""
+    return _references(tensor) - _REFERENCES_OF_ONE + 1
+
+
+def _references(tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+_REFERENCES_OF_ONE = _references(torch.empty(1, device="cpu"))  # torch 2.13 keeps the Python object of a storage, torch 2.9 does not
 
 
 def untraced(function):
     """The function as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
-    import sys
-
     frontend = sys.modules.get("torch._dynamo")
     return function if frontend is None else frontend.disable(function)
