@@ -9,8 +9,8 @@ smaller depends on the local shapes.
 import torch
 import torch.fx
 
-from graphacc._compat.torch_ import fake_mode
 from graphacc.graph import StepGraph
+from graphacc.passes.edit import Editor
 from graphacc.passes.partition.regroup import continues, is_sum, terms
 from graphacc.passes.runner import Log, Pass
 from graphacc.passes.stages.values import SEGMENT
@@ -27,10 +27,10 @@ def join_products(step: StepGraph, log: Log) -> StepGraph:
             groups.setdefault(_kind(term) or position, []).append(term)  # a term may be there twice
         if all(len(group) == 1 for group in groups.values()):
             continue
-        with step.graph.inserting_before(last):
-            total, *others = [_join(step, group) for group in groups.values()]
-            for other in others:
-                total = _call(step, last, aten.add.Tensor, total, other)
+        edit = Editor(step.graph, last)
+        total, *others = [_join(step, last, group) for group in groups.values()]
+        for other in others:
+            total = edit(aten.add.Tensor, total, other)
         last.replace_all_uses_with(total)
         step.graph.erase_node(last)
         log.rewrote()
@@ -62,33 +62,24 @@ def _is_transposed(node: torch.fx.Node) -> bool:
     return node.target is aten.permute.default and list(node.args[1]) == _TRANSPOSED
 
 
-def _join(step: StepGraph, group: list[torch.fx.Node]) -> torch.fx.Node:
+def _join(step: StepGraph, before: torch.fx.Node, group: list[torch.fx.Node]) -> torch.fx.Node:
     """The sum of the terms in a group."""
-    like = group[-1]
     if len(group) == 1:
-        return like
+        return group[0]
+    edit = Editor(step.graph, before, like=group[-1])
     products = [_product(term)[0] for term in group]
-    left = _concatenate(step, [product.args[0] for product in products], 1, like)
-    right = _concatenate(step, [product.args[1] for product in products], 0, like)
-    joined = _call(step, like, aten.mm.default, left, right)
-    return _call(step, like, aten.permute.default, joined, _TRANSPOSED) if _product(group[0])[1] else joined
+    left = _concatenate(edit, [product.args[0] for product in products], 1)
+    right = _concatenate(edit, [product.args[1] for product in products], 0)
+    joined = edit(aten.mm.default, left, right)
+    return edit(aten.permute.default, joined, _TRANSPOSED) if _product(group[0])[1] else joined
 
 
-def _concatenate(step: StepGraph, parts: list[torch.fx.Node], dim: int, like: torch.fx.Node) -> torch.fx.Node:
+def _concatenate(edit: Editor, parts: list[torch.fx.Node], dim: int) -> torch.fx.Node:
     """The parts, either all transposed or none, in a row; what they are transposed from is joined, so that nothing is moved twice."""
     if not _is_transposed(parts[0]):
-        return _call(step, like, aten.cat.default, parts, dim)
-    joined = _call(step, like, aten.cat.default, [part.args[0] for part in parts], 1 - dim)
-    return _call(step, like, aten.permute.default, joined, _TRANSPOSED)
-
-
-def _call(step: StepGraph, like: torch.fx.Node, target: torch._ops.OpOverload, *args) -> torch.fx.Node:
-    """A call with the meta data of `like` and a value of its own."""
-    new = step.graph.call_function(target, args)
-    values = torch.fx.map_arg(args, lambda node: node.meta["val"])
-    with fake_mode(), torch.no_grad():
-        new.meta = {**like.meta, "val": target(*values)}
-    return new
+        return edit(aten.cat.default, parts, dim)
+    joined = edit(aten.cat.default, [part.args[0] for part in parts], 1 - dim)
+    return edit(aten.permute.default, joined, _TRANSPOSED)
 
 
 JOIN_PRODUCTS = Pass(name="join-products", exact=False, optional=True, run=join_products)

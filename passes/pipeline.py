@@ -13,7 +13,7 @@ from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, spli
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
-from graphacc.passes.partition.driver import partition
+from graphacc.passes.partition import partition
 from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
 from graphacc.passes.partition.regroup import REGROUP_SUMS

@@ -15,7 +15,7 @@ from torch import fx
 
 from graphacc.graph import StepGraph
 from graphacc.passes.attention.find import Attention, Unmatched, match_flash, match_sdpa
-from graphacc.passes.attention.graph import Editor, shape_of
+from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.attention.masks import Kept, Masks
 from graphacc.passes.attention.written_out import match_written_out
 from graphacc.passes.cleanup import remove_dead_code

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphacc.ops.flash_attention import KERNEL_DTYPES, EmptyRows
-from graphacc.passes.attention.graph import Editor, items, only_user, shape_of
+from graphacc.passes.edit import Editor, items, only_user, shape_of
 from graphacc.passes.attention.masks import Masks, Reading
 
 aten, ops = torch.ops.aten, torch.ops.graphacc

@@ -15,7 +15,7 @@ from torch import fx
 from graphacc.graph import Phase
 from graphacc.ops.flash_attention import KERNEL_DTYPES
 from graphacc.passes.attention.find import Attention, Dropout, Unmatched, kept_by, ungroup
-from graphacc.passes.attention.graph import Editor, shape_of
+from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.attention.masks import LOW, Masks
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphacc.graph import StepGraph
-from graphacc.passes.attention.graph import Editor, items, shape_of
+from graphacc.passes.edit import Editor, items, shape_of
 from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.runner import Log
 

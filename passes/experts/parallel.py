@@ -14,7 +14,7 @@ from torch import fx
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.experts.find import PRODUCTS
-from graphacc.passes.partition.driver import partition
+from graphacc.passes.partition import partition
 from graphacc.passes.partition.placement import REPLICATED, Placement, Split
 from graphacc.passes.partition.report import PartitionReport
 from graphacc.passes.partition.rules import ExpertParallel

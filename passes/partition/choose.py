@@ -13,7 +13,7 @@ import torch
 from graphacc.graph import Phase
 from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, divides, size_bytes
-from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
+from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
 
 def choose(call: Call, dims: Dims, *, counts_sums: bool = False) -> Plan:
@@ -89,7 +89,7 @@ def _without_padding(call: Call, dims: Dims, label: Label, emit: Emit | None) ->
         ]
         return build.call(call.node.target, *args, **kwargs) if emit is None else emit(build, args, kwargs)
 
-    return run
+    return Communicating(run) if isinstance(emit, Communicating) else run
 
 
 def _place(name: str, labels, label: Label, like: Split, dims: Dims, reduces: bool) -> Placement:

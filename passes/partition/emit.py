@@ -1,14 +1,18 @@
 """Writing the local graph: operator calls with fake values, collectives, and changes of placement."""
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
 
 from graphacc._compat.torch_ import fake_mode
+from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Split, local_shape, size_bytes
-from graphacc.passes.partition.report import Collective, PartitionReport
+from graphacc.passes.partition.plan import Move, Role
+from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
 _META = ("phase", "module_path", "stack_trace", "segment")
@@ -18,12 +22,14 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 class Emitter:
     """Appends nodes to the local graph. New nodes take phase, module and source line from `node`, the one in work."""
 
-    def __init__(self, axis: str, num_ranks: int):
+    def __init__(self, axis: str, num_ranks: int, *, scratch: bool = False):
         self.axis = axis
         self.num_ranks = num_ranks
+        self.scratch = scratch  # for one call only, to see how it communicates
         self.graph = torch.fx.Graph()
-        self.node: torch.fx.Node = None  # of the unpartitioned graph; set by the driver before it emits
-        self.report = PartitionReport(axis=axis, num_ranks=num_ranks)
+        self.node: torch.fx.Node = None  # of the unpartitioned graph; set by who writes
+        self.collectives: list[Collective] = []
+        self.moves: list[Move] = []  # of the collectives
         self._mode = fake_mode()
         self._index: torch.fx.Node | None = None
         self.exchanges: dict[torch.fx.Node, Any] = {}  # local ids -> what `routing` made of them
@@ -37,6 +43,24 @@ class Emitter:
             with self._mode:
                 value = torch.empty(shape, dtype=value.dtype, device=value.device)
         return self._finish(self.graph.placeholder(node.name), value)
+
+    def operand(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
+        """An input of a scratch graph."""
+        with self._mode:
+            return self._finish(self.graph.placeholder("operand"), torch.empty(shape, dtype=dtype))
+
+    def item(self, value: Any, index: int) -> torch.fx.Node:
+        """One of several results."""
+        return value[index] if isinstance(value, list) else self.call(operator.getitem, value, index)
+
+    def ring_blocks_of(self, lse: torch.fx.Node, make: Callable[[], list]) -> list:
+        """The log-sum-exp of the blocks of a ring; made again where the forward part, which has them, is not in this graph."""
+        if lse not in self.ring_blocks:
+            count = len(self.moves)
+            self.ring_blocks[lse] = make()
+            if self.scratch:  # the graph proper has them
+                del self.moves[count:]
+        return self.ring_blocks[lse]
 
     def repeat(self, args: tuple, kwargs: dict) -> torch.fx.Node:
         """The call of `node` with other arguments; if these have the very same values, so has the result."""
@@ -56,20 +80,15 @@ class Emitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Append a call; its fake value is computed by running it on the fake values of its arguments."""
         try:
-            value = self._run(target, args, kwargs)
+            value = infer(target, args, kwargs)
         except (RuntimeError, ValueError):
             if target not in _VIEWS:
                 raise
             # Other strides than before partitioning: a view that is none any more.
             args = (self.call(aten.clone.default, args[0], memory_format=torch.contiguous_format), *args[1:])
-            value = self._run(target, args, kwargs)
+            value = infer(target, args, kwargs)
         name = self.node.name if target is self.node.target else None
         return self._finish(self.graph.create_node("call_function", target, args, kwargs, name=name), value)
-
-    def _run(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        args, kwargs = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with self._mode, torch.no_grad():
-            return target(*args, **kwargs)
 
     def _finish(self, new: torch.fx.Node, value: Any) -> torch.fx.Node:
         new.meta = {key: self.node.meta[key] for key in _META if key in self.node.meta}
@@ -78,18 +97,36 @@ class Emitter:
 
     # Collectives
 
-    def _collective(self, kind: str, size: int, target: Any, *args: Any) -> torch.fx.Node:
+    def _collective(self, kind: str, size: int, move: Move | None, target: Any, *args: Any) -> torch.fx.Node:
         new = self.call(target, self._contiguous(args[0]), *args[1:])
-        self.report.collectives.append(Collective(kind, new.name, size, new.meta["phase"].value))
+        self._note(kind, size, move, new)
         return self.call(collective.wait_tensor.default, new)
 
-    def all_reduce(self, x: torch.fx.Node, op: str) -> torch.fx.Node:
-        return self._collective("all_reduce", _size(x), collective.all_reduce.default, x, op, self.axis)
+    def _note(self, kind: str, size: int, move: Move | None, new: torch.fx.Node) -> None:
+        """Say what a collective moves; `move` is None inside of an operator that communicates by itself."""
+        phase = new.meta["phase"]
+        new.meta["move"] = move or Move(
+            value=self.node.name,
+            axis=self.axis,
+            collective=kind,
+            source=None,
+            target=None,
+            size_bytes=size,
+            role=Role.ACTIVATION,
+            phase=phase,
+            layer=new.meta.get("module_path", ""),
+            reader=self.node.name,
+        )
+        self.moves.append(new.meta["move"])
+        self.collectives.append(Collective(kind, new.name, size, phase.value))
 
-    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...]) -> torch.fx.Node:
+    def all_reduce(self, x: torch.fx.Node, op: str, move: Move | None = None) -> torch.fx.Node:
+        return self._collective("all_reduce", _size(x), move, collective.all_reduce.default, x, op, self.axis)
+
+    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...], move: Move | None = None) -> torch.fx.Node:
         """The whole tensor, of global `shape`, out of every rank's part."""
         gathered = self._collective(
-            "all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
+            "all_gather", _size(x) * self.num_ranks, move, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
         )
         if split.dim or split.outer > 1:
             parts = _blocks(_shape(x), split)  # [before, outer, rest, after]
@@ -102,7 +139,7 @@ class Emitter:
             gathered = self._contiguous(self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim]))
         return gathered
 
-    def reduce_scatter(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+    def reduce_scatter(self, x: torch.fx.Node, split: Split, move: Move | None = None) -> torch.fx.Node:
         """This rank's part of the sum of all ranks' tensors."""
         x = self.pad(x, split)
         local = local_shape(_shape(x), Split(split.dim, split.outer), self.num_ranks)
@@ -112,10 +149,10 @@ class Emitter:
             x = self._contiguous(self.call(aten.permute.default, x, [2, 0, 1, 3, 4]))
             x = self.call(aten.view.default, x, [self.num_ranks * local[0], *local[1:]] if local else [self.num_ranks])
         return self._collective(
-            "reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
+            "reduce_scatter", _size(x), move, collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
         )
 
-    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split) -> torch.fx.Node:
+    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split, move: Move | None = None) -> torch.fx.Node:
         """From one dim split to another: every rank sends each other rank its block of dim `to` and joins the blocks of dim `source`.
 
         The ranks' blocks stand in front, in a dim of their own, so that a split along another axis passes through.
@@ -128,7 +165,7 @@ class Emitter:
         x = self._contiguous(self.call(aten.permute.default, x, order))
         local = [*shape[: to.dim], shape[to.dim] // self.num_ranks, *shape[to.dim + 1 :]]
         x = self.call(aten.view.default, x, [self.num_ranks, *local])
-        x = self.exchange(x)
+        x = self.exchange(x, move)
         parts = [self.num_ranks, *local[: source.dim], source.outer, local[source.dim] // source.outer, *local[source.dim + 1 :]]
         x = self.call(aten.view.default, x, parts)
         order = [*range(1, source.dim + 2), 0, *range(source.dim + 2, len(parts))]
@@ -139,13 +176,13 @@ class Emitter:
     def permute_ranks(self, x: torch.fx.Node, targets: list[int]) -> torch.fx.Node:
         """`x` of the rank that sends to this one; rank i sends to ``targets[i]``."""
         new = self.call(mesh.permute_ranks.default, self._contiguous(x), targets, self.axis)
-        self.report.collectives.append(Collective("permute", new.name, _size(x), new.meta["phase"].value))
+        self._note("permute", _size(x), None, new)
         return new
 
-    def exchange(self, x: torch.fx.Node) -> torch.fx.Node:
+    def exchange(self, x: torch.fx.Node, move: Move | None = None) -> torch.fx.Node:
         """[ranks, ...]: block i goes to rank i, and block i of the result comes from it."""
         sizes = [1] * self.num_ranks
-        return self._collective("all_to_all", _size(x), collective.all_to_all_single.default, x, sizes, sizes, self.axis)
+        return self._collective("all_to_all", _size(x), move, collective.all_to_all_single.default, x, sizes, sizes, self.axis)
 
     # Parts of a replicated tensor
 

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from graphacc.graph import Phase, StepGraph
+from graphacc.passes.edit import Editor
 from graphacc.passes.runner import Log, Pass
 
 aten = torch.ops.aten
@@ -24,11 +25,9 @@ def regroup_sums(step: StepGraph, log: Log) -> StepGraph:
         ordered = sorted(parts, key=lambda term: not _is_product(term))  # stable
         if len(parts) < 3 or ordered == parts:
             continue
-        with graph.inserting_before(last):
-            total = ordered[0]
-            for term in ordered[1:]:
-                total = graph.call_function(aten.add.Tensor, (total, term))
-                total.meta = dict(last.meta)
+        edit, total = Editor(graph, last), ordered[0]
+        for term in ordered[1:]:
+            total = edit(aten.add.Tensor, total, term)
         last.replace_all_uses_with(total)
         graph.erase_node(last)
         log.rewrote(1)

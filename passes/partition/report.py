@@ -1,22 +1,9 @@
 """What a partition did: collectives with their bytes, and the tensors that had to be gathered because of an operator."""
 
+import collections
 import dataclasses
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForcedGather:
-    """A tensor that was split and had to be brought together (or split anew) for one operator."""
-
-    node: str  # the operator's node
-    operator: str
-    shape: tuple[int, ...]  # of the tensor before this partition
-    size_bytes: int
-    reason: str
-    source: str  # the user's source line, "" if unknown
-
-    def __str__(self) -> str:
-        where = f" at {self.source}" if self.source else ""
-        return f"{self.operator} ({self.node}) gathers {list(self.shape)}, {self.size_bytes} bytes: {self.reason}{where}"
+from graphacc.passes.partition.plan import AxisPlan, Move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +16,48 @@ class Collective:
     phase: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ForcedGather:
+    """A tensor that was split and had to be gathered (or split anew) for one operator."""
+
+    move: Move
+    operator: str
+    shape: tuple[int, ...]  # of the tensor before this partition
+    source: str  # the user's source line, "" if unknown
+
+    @property
+    def node(self) -> str:
+        return self.move.reader
+
+    @property
+    def size_bytes(self) -> int:
+        return self.move.size_bytes
+
+    @property
+    def reason(self) -> str:
+        return self.move.forced
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.operator} ({self.node}) gathers {list(self.shape)}, {self.size_bytes} bytes: {self.reason}{where}"
+
+
 @dataclasses.dataclass(kw_only=True)
 class PartitionReport:
     """The record of one partition along one axis."""
 
-    axis: str
-    num_ranks: int
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
-    forced: list[ForcedGather] = dataclasses.field(default_factory=list)
+    plan: AxisPlan
+    collectives: list[Collective]
+    forced: list[ForcedGather]
     notes: list[str] = dataclasses.field(default_factory=list)  # what the partition changes besides the order of sums
+
+    @property
+    def axis(self) -> str:
+        return self.plan.axis
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.num_ranks
 
     def count(self, kind: str) -> int:
         return sum(item.kind == kind for item in self.collectives)
@@ -46,9 +66,15 @@ class PartitionReport:
         return sum(item.size_bytes for item in self.collectives if item.kind == kind)
 
     def __str__(self) -> str:
-        kinds = sorted({item.kind for item in self.collectives})
+        found = collections.Counter((move.collective, move.role, move.phase) for move in self.plan.moves if move.travels)
+        sizes: collections.Counter = collections.Counter()
+        for move in self.plan.moves:
+            sizes[move.collective, move.role, move.phase] += move.size_bytes
         lines = [f"{self.axis} over {self.num_ranks} ranks:"]
-        lines += [f"  {kind}: {self.count(kind)}, {self.size_bytes(kind)} bytes" for kind in kinds]
+        lines += [
+            f"  {collective} of {role.value} in {phase.value}: {count}, {sizes[collective, role, phase]} bytes"
+            for (collective, role, phase), count in sorted(found.items(), key=lambda item: (item[0][2].value, item[0][0], item[0][1].value))
+        ]
         return "\n".join(lines + [f"  {item}" for item in [*self.notes, *self.forced]])
 
 

@@ -23,7 +23,7 @@ from graphacc.ops.flash_attention import EmptyRows
 from graphacc.passes.attention.masks import LOW
 from graphacc.passes.partition.placement import REPLICATED, Partial, Split
 from graphacc.passes.partition.ring_values import Block, Gradients, Node, Ring
-from graphacc.passes.partition.rules import Call, Plan
+from graphacc.passes.partition.rules import Call, Communicating, Plan
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 _LENGTH = {"q": 2, "k": 2, "v": 2, "grad": 2, "out": 2, "lse": 2, "q_segments": 1, "kv_segments": 1}
@@ -124,7 +124,7 @@ def _emit(call: Call, run: Callable, outer: int) -> Callable:
         values |= {name: call[name] for name in names if name not in values}
         return run(Ring(build, call, values, outer))
 
-    return emit
+    return Communicating(emit)
 
 
 def _steps(ring: Ring) -> list[list[Block]]:
@@ -160,7 +160,7 @@ def _around(ring: Ring) -> tuple[Node, Node, list[tuple[Node | None, Node | None
 
 
 def _backward(ring: Ring) -> list[Node]:
-    blocks = ring.build.ring_blocks.get(ring.values["lse"]) or _around(ring)[2]
+    blocks = ring.build.ring_blocks_of(ring.values["lse"], lambda: _around(ring)[2])
     of_blocks = iter(zip(blocks, ring.shares(blocks), strict=True))
     rows, keys, bias = ring.rows("grad", "q", "out", "q_segments"), ring.rows("k", "v", "kv_segments"), ring.rows("bias")
     grads = Gradients(ring)

@@ -29,6 +29,17 @@ Emit = Callable[..., Any]  # (emitter, args, kwargs), localized -> the node, or 
 
 
 @dataclasses.dataclass(frozen=True)
+class Communicating:
+    """An `Emit` that writes collectives of its own."""
+
+    write: Emit
+    ids: torch.fx.Node | None = None  # of experts, where it sends rows to these
+
+    def __call__(self, build: Any, args: tuple, kwargs: dict) -> Any:
+        return self.write(build, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
 class Operand:
     """One tensor argument of a call."""
 

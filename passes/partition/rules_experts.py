@@ -7,7 +7,7 @@ import torch
 
 from graphacc.passes.partition import routing
 from graphacc.passes.partition.placement import REPLICATED, Partial, Split
-from graphacc.passes.partition.rules import Call, Dims, Emit, Labels, Operand, Plan, replicate, rule, split_of
+from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Labels, Operand, Plan, replicate, rule, split_of
 
 ops = torch.ops.graphacc
 _PADDED = "padding would be sorted and counted with the rows"
@@ -51,7 +51,7 @@ def _routed(call: Call, function) -> Emit:
         rows, local = args
         return function(build, call.experts, _ids(call).node, local, rows)
 
-    return emit
+    return Communicating(emit, _ids(call).node)
 
 
 @rule("graphacc.expert_offsets.default")

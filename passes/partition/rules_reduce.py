@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from graphacc.passes.partition.rules import Call, Dims, Emit, rule
+from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, rule
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def _any(call: Call) -> Dims:
         reduced = build.all_reduce(build.call(aten._to_copy.default, local, dtype=torch.int32), op)
         return build.call(aten.ne.Scalar, reduced, 0)
 
-    return _reduction(call, None, emit=emit)
+    return _reduction(call, None, emit=Communicating(emit))
 
 
 def _sum_squares(build, x, mean, gone: list[int], keepdim: bool):
@@ -107,7 +107,7 @@ def _var(call: Call) -> Dims:
         squares = _sum_squares(build, args[0], _global_mean(build, args[0], gone, count), gone, keepdim)
         return build.call(aten.div.Scalar, squares, divisor)
 
-    return _reduction(call, "sum", name=name, emit=emit, masks=False)
+    return _reduction(call, "sum", name=name, emit=Communicating(emit), masks=False)
 
 
 @rule("aten.var_mean.correction")
@@ -121,7 +121,7 @@ def _var_mean(call: Call) -> Dims:
         kept = mean if keepdim else build.call(aten.squeeze.dims, mean, gone)
         return [build.call(aten.div.Scalar, squares, divisor), kept]
 
-    return _reduction(call, None, emit=emit)
+    return _reduction(call, None, emit=Communicating(emit))
 
 
 @rule("aten.linalg_vector_norm.default")
@@ -135,7 +135,7 @@ def _vector_norm(call: Call) -> Dims:
         squares = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, args[0], args[0]), gone, keepdim, **kwargs)
         return build.call(aten.sqrt.default, build.all_reduce(squares, "sum"))
 
-    return _reduction(call, None, emit=emit)
+    return _reduction(call, None, emit=Communicating(emit))
 
 
 def _along(call: Call, whole: list[int], *, keepdim: bool = True, name: str = "self") -> Dims:

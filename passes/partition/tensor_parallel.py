@@ -18,7 +18,7 @@ import torch.fx
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
-from graphacc.passes.partition.driver import ModelParallel, Partitioner
+from graphacc.passes.partition.assign import Assigner, ModelParallel
 from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Split, divides
 from graphacc.passes.partition.report import source_line
 from graphacc.passes.partition.rules import Call, Plan
@@ -102,7 +102,7 @@ def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Pla
     return found
 
 
-class _Trial(Partitioner):
+class _Trial(Assigner):
     """A forward run on placements alone."""
 
     def __init__(self, step, num_ranks, pinned, refused, outers):
@@ -236,7 +236,7 @@ class _Trial(Partitioner):
         if name not in self.pinned:
             self.new_refusals.setdefault(name, reason)
 
-    # The run on placements: what `Partitioner` emits is only noted
+    # The run on placements: what `Assigner` would move is only noted
 
     def _place_input(self, node: torch.fx.Node, item: Input) -> None:
         placement = self.splits.get(item.target, REPLICATED) if item.kind is Kind.PARAM else REPLICATED
@@ -253,12 +253,12 @@ class _Trial(Partitioner):
     def _settle(self, node: torch.fx.Node) -> None:
         """Gradients are not run."""
 
-    def value(self, node: torch.fx.Node, to: Placement) -> None:
+    def value(self, node: torch.fx.Node, to: Placement, forced: str = "") -> None:
         self.made.setdefault(node, []).append(to)
         if node in self.params:
             self.requests.setdefault(node, set()).add(to)
 
-    def _write(self, call: Call, plan: Plan) -> None:
+    def _apply(self, call: Call, plan: Plan) -> None:
         node, origins = call.node, set()
         for operand, required in zip(call.operands, plan.operands):
             mine = self.origins.get(operand.node, frozenset())

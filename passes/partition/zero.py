@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from graphacc.graph import Input, Kind, Output, StepGraph, local_shape
-from graphacc.passes.partition.driver import Layout
+from graphacc.passes.partition.assign import Layout
 from graphacc.passes.partition.placement import REPLICATED, Placement, Split
 
 _FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the stage from which on a kind is split

@@ -19,6 +19,7 @@ import torch.fx
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, Shard, StepGraph
+from graphacc.passes.edit import infer
 from graphacc.passes.stages.values import free_values
 
 aten = torch.ops.aten
@@ -229,9 +230,7 @@ class _Writer:
     def _call(self, target, source: torch.fx.Node | list[torch.fx.Node], *args) -> torch.fx.Node:
         new = self.graph.call_function(target, (source, *args))
         first = source[0] if isinstance(source, list) else source
-        with torch.no_grad():
-            value = target(torch.fx.map_arg(source, lambda node: node.meta["val"]), *args)
-        new.meta = {**first.meta, "val": value}
+        new.meta = {**first.meta, "val": infer(target, (source, *args), {})}
         return new
 
     def finish(self) -> StepGraph:

@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.passes.edit import infer
 from graphacc.passes.stages.values import CASTS, SEGMENT, free_values, readers
 from graphacc.strategy.spec import Strategy
 
@@ -143,11 +144,8 @@ class _Writer:
     def _call(self, target, *args, **kwargs) -> torch.fx.Node:
         with self.step.graph.inserting_before(self.step.graph.output_node()):
             new = self.step.graph.call_function(target, args, kwargs)
-        values = [node.meta["val"] for node in args]
-        with values[0].fake_mode, torch.no_grad():
-            value = target(*values, **kwargs)
         place = max(node.meta[SEGMENT] for node in args if SEGMENT in node.meta)
-        new.meta = {"val": value, "phase": Phase.BACKWARD, "module_path": "", "stack_trace": "", SEGMENT: place}
+        new.meta = {"val": infer(target, args, kwargs), "phase": Phase.BACKWARD, "module_path": "", "stack_trace": "", SEGMENT: place}
         return new
 
     def finish(self) -> None:

@@ -1,0 +1,117 @@
+"""Writing into graphs: what a call gives, inserted calls, chains of single users.
+
+What an operator gives for operands of certain shapes, strides and dtypes is asked of PyTorch once (`infer`). The layers of a model
+repeat, and a search partitions one step many times, so that nearly every question has been answered before. Fake values are
+descriptions, which nodes share.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphacc._compat.torch_ import fake_mode
+
+aten = torch.ops.aten
+_MAX_ANSWERS = 1 << 17
+
+
+class _Answers:
+    """Memory of `infer`: keys hold numbers that stand for descriptions of fake values."""
+
+    def __init__(self):
+        self.results: dict[tuple, Any] = {}
+        self.numbers: dict[tuple, int] = {}  # description -> its number
+        self.of_value: dict[int, tuple[int, torch.Tensor]] = {}  # id -> number and the value, which keeps the id taken
+
+    def number(self, value: torch.Tensor) -> int:
+        known = self.of_value.get(id(value))
+        if known is None:
+            description = (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+            known = self.numbers.setdefault(description, len(self.numbers)), value
+            self.of_value[id(value)] = known
+        return known[0]
+
+    def forget(self) -> None:
+        if len(self.results) > _MAX_ANSWERS or len(self.of_value) > _MAX_ANSWERS:
+            self.__init__()
+
+
+_answers = _Answers()
+
+
+def infer(target: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The fake value of ``target(*args, **kwargs)``, where nodes stand for their fake values.
+
+    Raises:
+        whatever the operator raises for such operands.
+    """
+    if target is operator.getitem:
+        source = args[0]
+        return (source.meta["val"] if isinstance(source, fx.Node) else source)[args[1]]
+    try:
+        key = target, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
+        if (known := _answers.results.get(key, key)) is not key:
+            return known
+    except TypeError:  # an argument that cannot be a key, or a value that is no tensor
+        key = None
+    values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with fake_mode(), torch.no_grad():
+        result = target(*values, **named)
+    if key is not None:
+        _answers.forget()
+        _answers.results[key] = result
+    return result
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is fx.Node:
+        of = value.meta["val"]
+        if not isinstance(of, torch.Tensor):
+            raise TypeError
+        return "n", _answers.number(of)
+    if kind is int or kind is str or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return kind is list, *[_key(item) for item in value]
+    if isinstance(value, (float, complex)):
+        return kind, repr(value)  # 1 is not 1.0, and 0.0 is not -0.0
+    return kind, value
+
+
+class Editor:
+    """Inserts calls in front of a node, from which they take phase, module and source line."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None):
+        self.graph, self.before, self.like = graph, before, like or before
+
+    def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {**self.like.meta, "val": infer(target, args, kwargs)}
+        return node
+
+    def view(self, x: fx.Node, shape: list[int]) -> fx.Node:
+        """`x` in another shape, made dense first where strides forbid a view."""
+        if list(x.meta["val"].shape) == shape:
+            return x
+        if not x.meta["val"].is_contiguous():
+            x = self(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return self(aten.view.default, x, shape)
+
+
+def shape_of(node: fx.Node) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def items(node: fx.Node) -> dict[int, fx.Node]:
+    """Index -> the getitem of a node with several results."""
+    return {user.args[1]: user for user in node.users}

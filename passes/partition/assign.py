@@ -1,0 +1,586 @@
+"""The decision along one mesh axis: node by node, a placement for every value and the moves that this takes.
+
+Every value of the unpartitioned graph has a home placement, and copies in other placements that are made when they are first needed
+and kept. A node's rule is asked with the placements of its operands, answers with a `Plan`, and the call reads the operands in the
+placements that the plan requires. No graph is written and no operator is run: the result, an `AxisPlan`, is data, of which
+`write.py` makes the program of one rank.
+
+Two things depend on the phase of the step. A parameter that is split (ZeRO-3) is whole for every forward or backward use but a cast.
+What enters the update takes the layout of the optimizer's state for its shape, and a tensor that was gathered within the update stays
+whole, so that Muon's iteration gathers once.
+
+Along a model-parallel axis (`ModelParallel`) it is otherwise: a split parameter is used as it is placed, and a partial activation is
+summed as late as moves and additions allow and then once, so that a block costs what Megatron-LM's does.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.passes.partition import routing
+from graphacc.passes.partition.choose import choose, exchanges, plan_for_result
+from graphacc.passes.partition.constants import is_zero
+from graphacc.passes.partition.create import creation_plan
+from graphacc.passes.partition.emit import Emitter
+from graphacc.passes.partition.placement import REPLICATED, Order, Partial, Placement, Replicated, Split, local_shape, size_bytes
+from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
+from graphacc.passes.partition.rules import Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
+
+aten = torch.ops.aten
+_CASTS = (
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.graphacc.after.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+_MOVES = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default)
+_DEFERS = (
+    *_CASTS,
+    *_MOVES,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.squeeze.dims,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.neg.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+Layout = Callable[[tuple[int, ...]], Split | None]  # the optimizer's layout for tensors of a shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelParallel:
+    """What differs along an axis that splits the model instead of the batch.
+
+    Attributes:
+        resolve: shape of a partial activation -> the split in which its sum is kept (sequence parallelism); None: replicated.
+        gathers_sequences: products gather what `resolve` split, so that such gathers are meant.
+    """
+
+    resolve: Callable[[tuple[int, ...]], Split | None]
+    gathers_sequences: bool = False
+
+
+def assign(
+    step: StepGraph,
+    axis: str,
+    num_ranks: int,
+    inputs: Mapping[str, Placement],
+    outputs: Mapping[tuple[Kind, str], Placement],
+    layout: Layout,
+    model_parallel: ModelParallel | None = None,
+    pins: Mapping[str, Placement] = MappingProxyType({}),
+    experts: ExpertParallel | None = None,
+) -> AxisPlan:
+    """Decide how `step` is carried out by the ranks of mesh axis `axis`.
+
+    Args:
+        step: global along `axis`; it may be local along others already. It is not changed.
+        inputs: placeholder name -> placement; replicated where it is left out.
+        outputs: (kind, target) -> placement; without an entry, a loss or a buffer is replicated, an output that replaces an
+            input has its placement, and what the user holds stays as it is.
+        layout: the split of the optimizer's state for a shape, None for replicated.
+        model_parallel: given for an axis that splits the model instead of the batch.
+        pins: node name -> the placement of its result.
+        experts: given for an axis that spreads experts besides the batch; split parameters are then used as they are placed.
+
+    Raises:
+        GraphError: an operator draws random numbers of its own.
+    """
+    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts).run()
+
+
+class Assigner:
+    """One run of `assign`. Values of the program of one rank are named by the number of the `Action` that makes them."""
+
+    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None):
+        self.step, self.axis, self.num_ranks = step, axis, num_ranks
+        self.inputs, self.outputs, self.layout = inputs, outputs, layout
+        self.model, self.pins, self.experts = model_parallel, pins, experts
+        self.node: torch.fx.Node = None  # the one in work: what moves are made for
+        self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
+        self.copies: dict[tuple[torch.fx.Node, Placement | None], int] = {}
+        self.made: dict[torch.fx.Node, list[Placement]] = {}  # the placements in which a value exists
+        self.restores: dict[torch.fx.Node, tuple[Placement | None, ...]] = {}
+        self.weights: set[torch.fx.Node] = set()
+        self.kept: set[tuple] = set()  # shapes and placements of the inputs
+        self.grads = {
+            node: outputs[item.kind, item.target]
+            for node, item in zip(step.results, step.outputs)
+            if item.kind is Kind.GRAD and (item.kind, item.target) in outputs
+        }
+        self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
+        self.actions: list[Action] = []
+        self.moves: list[Move] = []
+        self.exchanged: set[torch.fx.Node] = set()  # ids of experts that ranks have told each other
+        self._inside: dict[tuple, list[Move]] = {}  # the moves of operators that communicate by themselves
+
+    def run(self) -> AxisPlan:
+        step = self.step
+        for node, item in zip(step.placeholders, step.inputs):
+            self._place_input(node, item)
+        self.kept = {(item.shape, self.home[node]) for node, item in zip(step.placeholders, step.inputs)}
+        for node in step.graph.nodes:
+            if node.op == "call_function":
+                self._place_node(node)
+        outputs, results = self._place_outputs()
+        return AxisPlan(
+            axis=self.axis,
+            num_ranks=self.num_ranks,
+            placements={node.name: placement for node, placement in self.home.items()},
+            moves=tuple(self.moves),
+            inputs=tuple(self.home[node] for node in step.placeholders),
+            outputs=outputs,
+            actions=tuple(self.actions),
+            results=results,
+        )
+
+    # Inputs and outputs
+
+    def _place_input(self, node: torch.fx.Node, item: Input) -> None:
+        placement = self.inputs.get(item.name, REPLICATED)
+        shape = local_shape(tuple(node.meta["val"].shape), placement, self.num_ranks)
+        self.node = node
+        self._keep(node, placement, self._act((), lambda build: build.placeholder(node, shape), placement))
+        if item.kind is Kind.PARAM and isinstance(placement, Split) and self.experts is None:
+            self.weights.add(node)
+
+    def _place_outputs(self) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+        replaced = {(item.kind, item.target): self.home[node] for node, item in zip(self.step.placeholders, self.step.inputs)}
+        outputs, results = [], []
+        for node, item in zip(self.step.results, self.step.outputs):
+            placement = self._output_placement(node, item, replaced)
+            self.node, home = node, self.home[node]
+            forced = ""
+            if item.kind is Kind.USER and isinstance(home, Split) and placement == REPLICATED:
+                forced = "a result of the user's is split in blocks that a layout cannot name"
+            results.append(self.value(node, placement, forced))
+            outputs.append(placement)
+        return tuple(outputs), tuple(results)
+
+    def _output_placement(self, node: torch.fx.Node, item: Output, replaced: dict) -> Placement:
+        key = (item.kind, item.target)
+        if key in self.outputs:
+            return self.outputs[key]
+        if key in replaced:
+            return replaced[key]
+        home = self.home[node]
+        keep = item.kind is Kind.USER and isinstance(home, Split) and home.order is None
+        return home if keep else REPLICATED
+
+    # Nodes
+
+    def _place_node(self, node: torch.fx.Node) -> None:
+        self.node = node
+        if node.target is operator.getitem:
+            self._place_item(node)
+            return
+        if self.model is not None and node.meta["phase"] is not Phase.UPDATE:
+            self._resolve_operands(node)
+        call = self._call(node, self._presented)
+        self._apply(call, self._plan(call))
+        self._settle(node)
+        if node.name in self.pins and isinstance(node.meta["val"], torch.Tensor):
+            self.value(node, self.pins[node.name])
+            self.home[node] = self.pins[node.name]
+        kept = _CASTS if self.model is None else (*_CASTS, *_MOVES)
+        if node.target in kept and node.args[0] in self.weights:
+            self.weights.add(node)
+
+    def _resolve_operands(self, node: torch.fx.Node) -> None:
+        """Sum up partial operands, unless the node only moves or adds what is partial."""
+        partial = [operand for operand in node.all_input_nodes if self._is_partial(operand)]
+        if node.target in _DEFERS and (node.target not in _SUMS or len(partial) == len(node.all_input_nodes) == 2):
+            return
+        for operand in partial:
+            split = self.model.resolve(tuple(operand.meta["val"].shape)) if self.home[operand].op == "sum" else None
+            to = REPLICATED if split is None else split
+            self.value(operand, to)
+            self.home[operand] = to
+
+    def _is_partial(self, operand: torch.fx.Node) -> bool:
+        return isinstance(self.home[operand], Partial)
+
+    def _place_item(self, node: torch.fx.Node) -> None:
+        source, index = node.args
+        if not isinstance(node.meta["val"], torch.Tensor):  # a gradient that was not asked for
+            return
+        placements = self.home[source]
+        placement = placements[index] if isinstance(placements, tuple) else placements
+        self._keep(node, placement, self._act((self.copies[source, None],), lambda build, value: build.item(value, index), placement))
+        restore = self.restores.get(source, ())
+        if restore and restore[index] is not None:
+            self.value(node, restore[index])
+            self.home[node] = restore[index]
+        self._settle(node)
+
+    def _settle(self, node: torch.fx.Node) -> None:
+        """Bring a gradient to its final placement as soon as it exists, so that the whole one dies at once."""
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return
+        if node in self.grads:
+            self.value(node, self.grads[node])
+        elif node.meta["phase"] is not Phase.UPDATE and enters_update(node):
+            self.value(node, self._in_update(node, self.home[node]))
+
+    def _call(self, node: torch.fx.Node, placement: Callable[[torch.fx.Node, torch.fx.Node], Placement]) -> Call:
+        arguments, operands = {}, []
+        fixed = self.model is not None and node.meta["phase"] is not Phase.UPDATE
+        for name, value in _bound(node):
+            arguments[name] = value
+            for index, item in _tensors(value):
+                value_ = item.meta["val"]
+                held = self._held(item) if self.model is not None else frozenset()
+                place = placement(item, node)
+                operands.append(Operand(item, name, index, tuple(value_.shape), value_.dtype, place, held, fixed and item in self.weights))
+        results = node.meta["val"]
+        results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        return Call(node, arguments, tuple(operands), results, self.num_ranks, self.experts)
+
+    def _held(self, node: torch.fx.Node) -> frozenset[Placement]:
+        return frozenset(self.made.get(node, ()))
+
+    def _presented(self, operand: torch.fx.Node, user: torch.fx.Node) -> Placement:
+        """The placement in which `user` sees an operand."""
+        home = self.home[operand]
+        if user.meta["phase"] is Phase.UPDATE:
+            return self._in_update(operand, home)
+        if self.model is not None:
+            return home
+        if operand in self.weights and user.target not in _CASTS:
+            return REPLICATED
+        return REPLICATED if isinstance(home, Partial) and (operand, REPLICATED) in self.copies else home
+
+    def _in_update(self, operand: torch.fx.Node, home: Placement) -> Placement:
+        enters = (
+            self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD)
+            if operand.op == "placeholder"
+            else operand.meta["phase"] is not Phase.UPDATE
+        )
+        if enters:
+            layout = self.layout(tuple(operand.meta["val"].shape))
+            if layout is not None:
+                return layout
+            if self.model is not None and (tuple(operand.meta["val"].shape), home) not in self.kept:
+                return REPLICATED
+        elif isinstance(home, Split) and (operand, REPLICATED) in self.copies:
+            return REPLICATED
+        if isinstance(home, Partial) and (enters or (operand, REPLICATED) in self.copies):
+            return REPLICATED
+        return home
+
+    def _plan(self, call: Call) -> Plan:
+        target = call.node.target
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise GraphError(
+                f"node {call.node.name!r} calls {target}, which draws from a generator of its own: ranks would draw the same, or "
+                f"other numbers than one device does. Capture must turn it into graphacc::random_uniform or graphacc::random_bits"
+            )
+        found = find_rule(target)
+        if found is None or not call.operands:
+            return replicate(call, f"{target} has no partition rule")
+        plan = found(call)
+        if not isinstance(plan, Dims):
+            return plan
+        counts_sums = self.model is not None and call.phase is Phase.BACKWARD
+        pin = self.pins.get(call.node.name)
+        pinned = plan_for_result(call, plan, pin) if isinstance(pin, Split) else None
+        return choose(call, plan, counts_sums=counts_sums) if pinned is None else pinned
+
+    def _apply(self, call: Call, plan: Plan) -> None:
+        """Move the operands as the plan requires, and keep the result as the node's home."""
+        action = self._carry_out(call, plan)
+        if isinstance(call.node.meta["val"], (tuple, list)):
+            self.home[call.node] = plan.results
+            self.copies[call.node, None] = action
+            self.restores[call.node] = plan.restore
+        else:
+            placement = plan.results[0] if isinstance(plan.results, tuple) else plan.results
+            self._keep(call.node, placement, action)
+
+    def _carry_out(self, call: Call, plan: Plan) -> int:
+        """The action of one call, behind those that move its operands."""
+        meant = plan.restore or (self.model is not None and self.model.gathers_sequences and call.phase is not Phase.UPDATE)
+        values = []
+        for operand, required in zip(call.operands, plan.operands):
+            forced = ""
+            if isinstance(operand.placement, Split) and required not in (None, operand.placement) and not meant:
+                forced = plan.reason or "operands are split along different dims"
+            values.append(self.value(operand.node, operand.placement if required is None else required, forced))
+        single = not isinstance(call.node.meta["val"], (tuple, list))
+        expected = (plan.results[0] if isinstance(plan.results, tuple) else plan.results) if single else None
+        node = call.node
+
+        def write(build: Emitter, *locals_: torch.fx.Node) -> Any:
+            left = iter(locals_)
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(left))
+            if plan.sets:
+                names = [schema.name for schema in node.target._schema.arguments]
+                args = tuple(plan.sets.get(name, value) for name, value in zip(names, args))
+                kwargs = {name: plan.sets.get(name, value) for name, value in kwargs.items()}
+            if plan.emit is not None:
+                return plan.emit(build, args, kwargs)
+            return build.call(node.target, *args, **kwargs) if plan.sets else build.repeat(args, kwargs)
+
+        if isinstance(plan.emit, Communicating):
+            placed = [operand.placement if required is None else required for operand, required in zip(call.operands, plan.operands)]
+            given = tuple((*call.local(operand.shape, placement), operand.dtype) for operand, placement in zip(call.operands, placed))
+            constants = repr(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
+            self._move_inside(given, write, (node.target, constants, plan.operands, given, plan.emit.ids), plan.emit.ids, node)
+        return self._act(values, write, expected, node)
+
+    def _keep(self, node: torch.fx.Node, placement: Placement, action: int) -> None:
+        self.home[node] = placement
+        self.copies[node, placement] = action
+        self.made.setdefault(node, []).append(placement)
+
+    # Actions and moves
+
+    def _act(self, inputs: Any, write: Callable[..., Any], expected: Placement | None = None, node: torch.fx.Node | None = None) -> int:
+        self.actions.append(Action(node or self.node, tuple(inputs), write, expected))
+        return len(self.actions) - 1
+
+    def _move(self, node: torch.fx.Node, collective: str, source: Placement | None, target: Placement | None, size: int, forced: str = "") -> Move:
+        move = Move(
+            value=node.name,
+            axis=self.axis,
+            collective=collective,
+            source=source,
+            target=target,
+            size_bytes=size,
+            role=self._role(node),
+            phase=self.node.meta["phase"],
+            layer=self.node.meta.get("module_path", ""),
+            reader=self.node.name,
+            forced=forced,
+        )
+        self.moves.append(move)
+        return move
+
+    def _role(self, node: torch.fx.Node) -> Role:
+        kind = self.kinds.get(node)
+        if node in self.weights or kind is Kind.PARAM:
+            return Role.WEIGHT
+        if node in self.grads or kind is Kind.GRAD or (node.meta["phase"] is Phase.BACKWARD and enters_update(node)):
+            return Role.GRADIENT
+        return Role.STATE if kind is Kind.STATE or node.meta["phase"] is Phase.UPDATE else Role.ACTIVATION
+
+    def _move_inside(self, given: tuple, write: Callable[..., Any], key: tuple, ids: torch.fx.Node | None, node: torch.fx.Node) -> None:
+        """Note the moves of what communicates by itself: it is written into a graph of its own, once for operands of one form.
+
+        Args:
+            given: (*local shape, dtype) of every operand.
+            ids: of experts, if rows travel to these; the first time ranks tell each other the ids.
+        """
+        if key not in self._inside:
+            scratch = Emitter(self.axis, self.num_ranks, scratch=True)
+            scratch.node = node
+            write(scratch, *(scratch.operand(tuple(shape), dtype) for *shape, dtype in given))
+            self._inside[key] = scratch.moves
+        moves = self._inside[key]
+        if ids is not None and routing.spreads(self.experts, ids, self.num_ranks):
+            moves = moves[ids in self.exchanged :]
+            self.exchanged.add(ids)
+        here = {
+            "value": node.name,
+            "reader": self.node.name,
+            "phase": self.node.meta["phase"],
+            "layer": self.node.meta.get("module_path", ""),
+            "role": self._role(node) if ids is None else Role.TOKENS,
+        }
+        self.moves += [dataclasses.replace(move, **here) for move in moves]
+
+    # Values in a placement
+
+    def value(self, node: torch.fx.Node, to: Placement, forced: str = "") -> int:
+        """The action that gives `node` placed as `to`; moved on first use."""
+        if self._gathers_again(node, to):
+            return self._gathered_again(node)
+        if (node, to) not in self.copies:
+            whole = (node, REPLICATED) in self.copies
+            self.copies[node, to] = self._convert(node, REPLICATED if whole else self.home[node], to, forced)
+            self.made.setdefault(node, []).append(to)
+        return self.copies[node, to]
+
+    def _gathers_again(self, node: torch.fx.Node, to: Placement) -> bool:
+        """Backward reads a whole activation of the forward that is kept split (sequence parallelism)."""
+        if self.model is None or to != REPLICATED or self.node.meta["phase"] is not Phase.BACKWARD:
+            return False
+        split = isinstance(self.home[node], Split) and node not in self.weights
+        return split and node.meta["phase"] is Phase.FORWARD and self.home[node] == self.model.resolve(tuple(node.meta["val"].shape))
+
+    def _gathered_again(self, node: torch.fx.Node) -> int:
+        """Gathered not before the gradient exists that it is used with; XLA would merge a plain second gather with the first."""
+        key = (node, None)
+        if key not in self.copies:
+            home = self.home[node]
+            gradients = [operand for operand in self.node.all_input_nodes if operand.meta["phase"] is Phase.BACKWARD]
+            local = self.copies[node, home]
+            if gradients:
+                anchor = self.copies[gradients[0], self.home[gradients[0]]]
+                local = self._act((local, anchor), lambda build, x, y: build.call(torch.ops.graphacc.after.default, x, y))
+            self.copies[key] = self._all_gather(node, local, home, "")
+        return self.copies[key]
+
+    def _all_gather(self, node: torch.fx.Node, local: int, split: Split, forced: str) -> int:
+        shape = tuple(node.meta["val"].shape)
+        move = self._move(node, "all_gather", split, REPLICATED, _padded_bytes(node, split), forced)
+        return self._act((local,), lambda build, x: build.all_gather(x, split, shape, move))
+
+    def _convert(self, node: torch.fx.Node, source: Placement, to: Placement, forced: str = "") -> int:
+        new, size = self.copies[node, source], _padded_bytes(node, REPLICATED)
+        match source, to:
+            case Split(order=Order()), _:
+                return self._unsorted(node, source, to, forced)
+            case Replicated(), Split(order=Order()):
+                made = self._local_part(node, to)
+                return self._sorted(node, new, to) if made is None else made
+            case _, Split(order=Order()):
+                self.value(node, REPLICATED, forced)
+                return self._convert(node, REPLICATED, to)
+            case Replicated(), Split():
+                made = self._local_part(node, to)
+                if made is not None:
+                    return made
+                self._move(node, "shard", source, to, _padded_bytes(node, to))
+                return self._act((new,), lambda build, x: build.shard(x, to))
+            case Replicated(), Partial():
+                return new if to.op != "sum" or is_zero(node) else self._act((new,), lambda build, x: build.on_first_rank(x))
+            case Split(), Replicated() if node.target is aten.permute.default and self._shares_gather(node):
+                whole = self.value(node.args[0], REPLICATED, forced)
+                return self._act((whole,), lambda build, x: build.call(aten.permute.default, x, node.args[1]))
+            case Split(), Replicated():
+                return self._all_gather(node, new, source, forced)
+            case Partial(), Replicated():
+                move = self._move(node, "all_reduce", source, to, size, forced)
+                return self._act((new,), lambda build, x: build.all_reduce(x, source.op, move))
+            case Partial("sum"), Split():
+                move = self._move(node, "reduce_scatter", source, to, _padded_bytes(node, to), forced)
+                return self._act((new,), lambda build, x: build.reduce_scatter(x, to, move))
+            case Split(), Split() if exchanges(source, to):
+                move = self._move(node, "all_to_all", source, to, size // self.num_ranks, forced)
+                return self._act((new,), lambda build, x: build.all_to_all(x, source, to, move))
+            case _:
+                self.value(node, REPLICATED, forced)
+                return self._convert(node, REPLICATED, to)
+
+    def _unsorted(self, node: torch.fx.Node, source: Split, to: Placement, forced: str) -> int:
+        """Rows that the ranks have sorted, made whole in the tensor's order, then placed as `to`."""
+        order, split = source.order, self.home[source.order.ids]
+        if order.kind != "sorted" or not isinstance(split, Split) or not split.plain:
+            raise GraphError(
+                f"partition along {self.axis}: {node.name!r} ({node.target}), read by {self.node.name!r} ({self.node.target}), is sorted in "
+                f"the order in which ranks of another axis exchanged its rows, which this axis cannot undo: an operator between the routing to "
+                f"experts and back does not treat every row by itself"
+            )
+        ids, dims = order.ids, order.ids.meta["val"].dim()
+
+        def unsort(build: Emitter, rows: torch.fx.Node, local: torch.fx.Node, whole_ids: torch.fx.Node) -> torch.fx.Node:
+            rows = routing.unsort(build, self.experts, ids, local, build.to_front(rows, source.dim))
+            whole = build.all_gather(rows, split, (*ids.meta["val"].shape, *rows.meta["val"].shape[dims:]))
+            return build.to_front(build.call(torch.ops.graphacc.sort_rows.default, whole, whole_ids), source.dim)
+
+        inputs = self.copies[node, source], self.value(ids, split), self.value(ids, REPLICATED)
+        places = (node, source), (ids, split), (ids, REPLICATED)
+        self._note_rows(places, unsort, "unsorted", ids, node, forced)
+        self.copies[node, REPLICATED] = self._act(inputs, unsort)
+        return self.copies[node, REPLICATED] if to == REPLICATED else self._convert(node, REPLICATED, to)
+
+    def _sorted(self, node: torch.fx.Node, whole: int, to: Split) -> int:
+        """The rank's part of a whole tensor whose dim `to.dim` is to be ordered as the ranks have sorted other rows."""
+        ids, split = to.order.ids, self.home[to.order.ids]
+        if to.order.kind != "sorted" or not isinstance(split, Split):
+            raise GraphError(f"partition along {self.axis}: {self.node.name!r} ({self.node.target}) mixes exchanged rows with others")
+
+        def sort(build: Emitter, rows: torch.fx.Node, whole_ids: torch.fx.Node, local: torch.fx.Node) -> torch.fx.Node:
+            rows = build.call(torch.ops.graphacc.unsort_rows.default, build.to_front(rows, to.dim), whole_ids)
+            return build.to_front(routing.sort(build, self.experts, ids, local, build.shard(rows, split)), to.dim)
+
+        inputs = whole, self.value(ids, REPLICATED), self.value(ids, split)
+        places = (node, REPLICATED), (ids, REPLICATED), (ids, split)
+        self._note_rows(places, sort, "sorted", ids, node, "")
+        return self._act(inputs, sort)
+
+    def _note_rows(self, places: tuple, write: Callable[..., Any], name: str, ids: torch.fx.Node, node: torch.fx.Node, forced: str) -> None:
+        """Note the moves that bring rows from one order to another."""
+        values = [of.meta["val"] for of, _ in places]
+        given = tuple((*local_shape(tuple(x.shape), placement, self.num_ranks), x.dtype) for x, (_, placement) in zip(values, places))
+        count = len(self.moves)
+        self._move_inside(given, write, (name, node.target, places[0][1], given, ids), ids, node)
+        self.moves[count:] = [dataclasses.replace(move, forced=forced) for move in self.moves[count:]]
+
+    def _shares_gather(self, node: torch.fx.Node) -> bool:
+        """One gather serves a matrix and its transpose: in Muon's iteration, and for an activation's gradient.
+
+        A forward activation that the backward reads transposed is gathered again, so that it is split in between.
+        """
+        if self.node.meta["phase"] is Phase.UPDATE:
+            return True
+        return self.model is not None and node.meta["phase"] is node.args[0].meta["phase"]
+
+    def _local_part(self, node: torch.fx.Node, split: Split) -> int | None:
+        """One rank's part of a replicated value made afresh, where that is possible."""
+        plan = creation_plan(node, split, lambda inner: self._call(inner, lambda operand, _: self._whole(operand)))
+        if plan is None:
+            return None
+        call = self._call(node, lambda operand, _: self._whole(operand))
+        before, self.node = self.node, node
+        try:
+            return self._carry_out(call, plan)
+        finally:
+            self.node = before
+
+    def _whole(self, node: torch.fx.Node) -> Placement:
+        return REPLICATED if (node, REPLICATED) in self.copies else self.home[node]
+
+
+def enters_update(node: torch.fx.Node) -> bool:
+    """Whether the optimizer reads a value."""
+    return any(user.meta.get("phase") is Phase.UPDATE for user in node.users)
+
+
+def _padded_bytes(node: torch.fx.Node, placement: Placement) -> int:
+    """Bytes of the whole tensor, with the padding of its split dim."""
+    value = node.meta["val"]
+    shape = list(value.shape)
+    if isinstance(placement, Split):
+        shape[placement.dim] += placement.padding
+    return size_bytes(tuple(shape), value.dtype)
+
+
+_MISSING = object()
+
+
+@functools.cache
+def _arguments(target: torch._ops.OpOverload) -> tuple[tuple[str, Any], ...]:
+    """Names of an operator's arguments, and their defaults."""
+    return tuple((item.name, item.default_value if item.has_default_value() else _MISSING) for item in target._schema.arguments)
+
+
+def _bound(node: torch.fx.Node) -> list[tuple[str, Any]]:
+    """The schema's arguments with the node's values, in the order in which fx visits them; defaults last."""
+    arguments = _arguments(node.target)
+    given = [(name, value) for (name, _), value in zip(arguments, node.args)]
+    given += node.kwargs.items()
+    names = {name for name, _ in given}
+    return given + [(name, default) for name, default in arguments if default is not _MISSING and name not in names]
+
+
+def _tensors(value: Any) -> list[tuple[int | None, torch.fx.Node]]:
+    """The nodes in an argument, with their positions if it is a list."""
+    if isinstance(value, torch.fx.Node):
+        return [(None, value)]
+    if isinstance(value, (list, tuple)):
+        return [(index, item) for index, item in enumerate(value) if isinstance(item, torch.fx.Node)]
+    return []

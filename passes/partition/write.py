@@ -1,0 +1,63 @@
+"""The program of one rank, written as an `AxisPlan` says."""
+
+import dataclasses
+from typing import Any
+
+from graphacc.errors import GraphError
+from graphacc.graph import Input, Output, Shard, StepGraph
+from graphacc.passes.partition.emit import Emitter
+from graphacc.passes.partition.placement import Placement, Split, local_shape
+from graphacc.passes.partition.plan import Action, AxisPlan
+from graphacc.passes.partition.report import ForcedGather, PartitionReport, source_line
+
+
+def write(step: StepGraph, plan: AxisPlan) -> tuple[StepGraph, PartitionReport]:
+    """The program of one rank of ``plan.axis``; `step`, of which the plan was made, is not changed.
+
+    Raises:
+        GraphError: a local call does not give what the plan says.
+    """
+    build = Emitter(plan.axis, plan.num_ranks)
+    values: list[Any] = []
+    for action in plan.actions:
+        build.node = action.node
+        new = action.write(build, *(values[i] for i in action.inputs))
+        if action.expected is not None:
+            _check(plan, action, new)
+        values.append(new)
+    results = tuple(values[i] for i in plan.results)
+    build.graph.output(results)
+    build.graph.output_node().meta["val"] = tuple(node.meta["val"] for node in results)
+    inputs = tuple(_signature(plan, item, placement) for item, placement in zip(step.inputs, plan.inputs))
+    outputs = tuple(_signature(plan, item, placement) for item, placement in zip(step.outputs, plan.outputs))
+    report = PartitionReport(plan=plan, collectives=build.collectives, forced=forced_gathers(step, plan))
+    return StepGraph(build.graph, inputs, outputs, step.constants), report
+
+
+def forced_gathers(step: StepGraph, plan: AxisPlan) -> list[ForcedGather]:
+    """The moves that an operator forced, with the user's source line."""
+    moves = [move for move in plan.moves if move.forced]
+    nodes = {node.name: node for node in step.graph.nodes} if moves else {}
+    found = []
+    for move in moves:
+        value, reader = nodes[move.value].meta["val"], nodes[move.reader]
+        found.append(ForcedGather(move, str(reader.target), tuple(value.shape), source_line(reader.meta.get("stack_trace"))))
+    return found
+
+
+def _check(plan: AxisPlan, action: Action, new: Any) -> None:
+    node, value = action.node, action.node.meta["val"]
+    expected = local_shape(tuple(value.shape), action.expected, plan.num_ranks)
+    got = new.meta["val"]
+    if tuple(got.shape) != expected or got.dtype != value.dtype:
+        raise GraphError(
+            f"partition along {plan.axis}: node {node.name!r} ({node.target}) became {got.dtype}{list(got.shape)}, but as {action.expected} "
+            f"of {value.dtype}{list(value.shape)} it must be {list(expected)}: its rule is wrong"
+        )
+
+
+def _signature(plan: AxisPlan, item: Any, placement: Placement) -> Input | Output:
+    if not isinstance(placement, Split):
+        return item
+    shard = Shard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)
+    return dataclasses.replace(item, shards=(*item.shards, shard))
