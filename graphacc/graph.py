@@ -136,6 +136,17 @@ class StepGraph:
         by_key = {(item.kind, item.target): i for i, item in enumerate(self.inputs)}
         return {i: by_key[key] for i, out in enumerate(self.outputs) if (key := (out.kind, out.target)) in by_key}
 
+    def copy(self) -> "StepGraph":
+        """The same step in a graph of its own; fake values and constants are shared."""
+        graph, copies = torch.fx.Graph(), {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                graph.output(torch.fx.map_arg(node.args[0], copies.__getitem__))
+                graph.output_node().meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return StepGraph(graph, self.inputs, self.outputs, self.constants)
+
     def verify(self) -> None:
         """Check every invariant of this class.
 

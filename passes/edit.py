@@ -5,7 +5,6 @@ repeat, and a search partitions one step many times, so that nearly every questi
 descriptions, which nodes share.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any

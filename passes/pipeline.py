@@ -1,26 +1,27 @@
 """The whole pipeline as one list."""
 
-import functools
+import dataclasses
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
 
-from graphacc.errors import GraphError, StrategyError
+from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
-from graphacc.passes.partition import partition
+from graphacc.passes.partition import AxisPlan, assign
+from graphacc.passes.partition.axis import axis_pass
 from graphacc.passes.partition.placement import REPLICATED, Split
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
 from graphacc.passes.partition.regroup import REGROUP_SUMS
 from graphacc.passes.partition.ring import hindrances
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
 from graphacc.passes.partition.zero import zero_layouts
-from graphacc.passes.runner import Log, Pass
+from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
 from graphacc.strategy.spec import Strategy
 
@@ -70,36 +71,29 @@ def build_pipeline(
 
 
 def partition_pass(axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Pass:
-    """The partition along one data axis; not exact bit for bit, for sums are taken in another order."""
+    """The partition along one data axis."""
 
-    def run(step: StepGraph, log: Log) -> StepGraph:
+    def decide(step: StepGraph) -> AxisPlan:
         layouts = zero_layouts(step, num_ranks, stage, batch_dims)
-        result, log.details = partition(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state)
-        log.rewrote(len(log.details.collectives))
-        return result
+        return assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state)
 
-    return Pass(
-        name=f"partition-{axis}", exact=False, run=run, verify=functools.partial(_verify_axis, axis=axis, num_ranks=num_ranks)
-    )
+    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items())))
 
 
 def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_dims: Mapping[str, int | None]) -> Pass:
     """The partition along `tp`, with sequence parallelism if the strategy asks for it."""
 
-    def run(step: StepGraph, log: Log) -> StepGraph:
+    def decide(step: StepGraph) -> AxisPlan:
         resolve = _sequence_split(step, strategy, batch_dims)
         layouts = tensor_parallel_layouts(
             step, _with_replicas(step, splits), resolve, num_ranks=strategy.tp, sequence_parallel=strategy.sequence_parallel
         )
-        result, log.details = partition(
+        return assign(
             step, "tp", strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
         )
-        log.rewrote(len(log.details.collectives))
-        return result
 
-    return Pass(
-        name="partition-tp", exact=False, run=run, verify=functools.partial(_verify_axis, axis="tp", num_ranks=strategy.tp)
-    )
+    key = strategy.sequence_parallel, tuple(splits.items()), tuple(batch_dims.items())
+    return axis_pass("tp", strategy.tp, decide, key=key)
 
 
 def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> Pass:
@@ -114,7 +108,7 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
     outer = strategy.tp if strategy.sequence_parallel else 1
     splits = sequence_inputs(step, strategy.cp, outer, batch_dims)
 
-    def run(step: StepGraph, log: Log) -> StepGraph:
+    def decide(step: StepGraph) -> AxisPlan:
         outputs = {(item.kind, item.target): REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
         hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
@@ -122,18 +116,15 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
             if node.target in FLASH:
                 node.meta["context"] = "ulysses" if node in hindered else strategy.context
         pins = sequence_lookups(step, strategy.cp, outer, batch_dims)
-        result, log.details = partition(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins)
-        log.details.notes += [
+        notes = tuple(
             f"{node.meta.get('module_path') or node.name}: this attention exchanges heads instead of going around the ring: {why}"
             for node, why in hindered.items()
             if node.meta["phase"] is Phase.FORWARD
-        ]
-        log.rewrote(len(log.details.collectives))
-        return result
+        )
+        return dataclasses.replace(assign(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins), notes=notes)
 
-    return Pass(
-        name="partition-cp", exact=False, run=run, verify=functools.partial(_verify_axis, axis="cp", num_ranks=strategy.cp)
-    )
+    key = strategy.context, outer, tuple(batch_dims.items())
+    return axis_pass("cp", strategy.cp, decide, key=key)
 
 
 def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
@@ -184,16 +175,3 @@ def _sequence_split(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str
 FLASH = (torch.ops.graphacc.flash_attention.default, torch.ops.graphacc.flash_attention_backward.default)
 
 REGATHER = Pass(name="separate-backward-reads", exact=True, optional=True, run=separate_backward_reads, verify=verify_backward_reads)
-
-
-def _verify_axis(step: StepGraph, axis: str, num_ranks: int) -> None:
-    """Every collective over `axis` has its size, and every result of a collective is waited for."""
-    collective = torch.ops._c10d_functional
-    sized = (collective.all_gather_into_tensor.default, collective.reduce_scatter_tensor.default)
-    for node in step.graph.nodes:
-        if node.target in sized and node.args[-1] == axis and node.args[-2] != num_ranks:
-            raise GraphError(f"node {node.name!r} communicates over {node.args[-2]} ranks of {axis!r}, which has {num_ranks}")
-        if node.target in (*sized, collective.all_reduce.default):
-            early = [user.name for user in node.users if user.target is not collective.wait_tensor.default]
-            if early:
-                raise GraphError(f"nodes {early} read {node.name!r} without waiting for it")

@@ -4,9 +4,11 @@ A pass takes a StepGraph and gives one, in place or new. Its parameters are boun
 the runner knows no pass by name. After every pass the runner checks the graph and says which pass broke it.
 """
 
+import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from graphacc.errors import GraphError, StrategyError
@@ -33,6 +35,8 @@ class Pass:
     run: Callable[[StepGraph, Log], StepGraph]
     optional: bool = False  # the program gives the same values without it: it is left out in the search for the pass at fault
     verify: Callable[[StepGraph], None] | None = None  # what must hold afterwards, besides StepGraph.verify
+    decide: Callable[[StepGraph], Any] | None = None  # of a partition: its AxisPlan, of which `run` makes the program
+    key: Hashable = None  # two passes with equal keys do the same to the same step; None: the name is the key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +76,23 @@ def run_passes(
     shown = {item.name for item in passes} if debug is True else set(debug or ())
     select(passes, shown)
     reports = []
-    for item in passes:
-        step, report = _run_one(step, item, item.name in shown)
-        reports.append(report)
+    with without_collection():
+        for item in passes:
+            step, report = _run_one(step, item, item.name in shown)
+            reports.append(report)
     return step, reports
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No cyclic garbage collection inside: passes make many objects that live on, over all of which it would go again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassReport]:

@@ -15,10 +15,10 @@ from torch import fx
 
 from graphacc.graph import StepGraph
 from graphacc.passes.attention.find import Attention, Unmatched, match_flash, match_sdpa
-from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.attention.masks import Kept, Masks
 from graphacc.passes.attention.written_out import match_written_out
 from graphacc.passes.cleanup import remove_dead_code
+from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.runner import Log, Pass
 
 aten, ops = torch.ops.aten, torch.ops.graphacc

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphacc.ops.flash_attention import KERNEL_DTYPES, EmptyRows
-from graphacc.passes.edit import Editor, items, only_user, shape_of
 from graphacc.passes.attention.masks import Masks, Reading
+from graphacc.passes.edit import Editor, items, only_user, shape_of
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 _SUMMING = (aten.view.default, aten.sum.dim_IntList, aten.squeeze.dims, aten.clone.default, aten.permute.default)

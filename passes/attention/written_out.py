@@ -15,8 +15,8 @@ from torch import fx
 from graphacc.graph import Phase
 from graphacc.ops.flash_attention import KERNEL_DTYPES
 from graphacc.passes.attention.find import Attention, Dropout, Unmatched, kept_by, ungroup
-from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.attention.masks import LOW, Masks
+from graphacc.passes.edit import Editor, shape_of
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.clone.default, aten.alias.default)

@@ -14,8 +14,8 @@ import dataclasses
 from torch import fx
 
 from graphacc.graph import StepGraph
-from graphacc.passes.edit import Editor
 from graphacc.passes.cleanup import remove_dead_code
+from graphacc.passes.edit import Editor
 from graphacc.passes.experts.find import Routing, find_routing, rewrite_products
 from graphacc.passes.runner import Log, Pass
 

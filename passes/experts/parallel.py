@@ -14,11 +14,12 @@ from torch import fx
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.experts.find import PRODUCTS
-from graphacc.passes.partition import partition
+from graphacc.passes.partition import AxisPlan, assign
+from graphacc.passes.partition.axis import axis_pass
 from graphacc.passes.partition.placement import REPLICATED, Placement, Split
 from graphacc.passes.partition.report import PartitionReport
 from graphacc.passes.partition.rules import ExpertParallel
-from graphacc.passes.runner import Log, Pass
+from graphacc.passes.runner import Pass
 from graphacc.strategy.spec import Strategy
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
@@ -70,7 +71,7 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
     """
     check_experts(step, strategy.ep, experts)
 
-    def run(step: StepGraph, log: Log) -> StepGraph:
+    def decide(step: StepGraph) -> AxisPlan:
         _check_routing(step, strategy.ep)
         inputs = {item.name: split for item in step.inputs if (split := _split_of(step, item, experts, batch_dims)) is not None}
         outputs: dict[tuple[Kind, str], Placement] = {
@@ -78,13 +79,11 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
             for item in step.outputs
             if item.kind is Kind.GRAD
         }
-        plan = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
-        result, log.details = partition(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=plan)
-        _note_dropped(result, log.details, strategy)
-        log.rewrote(len(log.details.collectives))
-        return result
+        spread = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
+        return assign(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=spread)
 
-    return Pass(name="partition-ep", exact=False, run=run, verify=functools.partial(verify_exchanges, num_ranks=strategy.ep))
+    key = strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
+    return axis_pass("ep", strategy.ep, decide, key=key, note=functools.partial(_note_dropped, strategy=strategy))
 
 
 def check_experts(step: StepGraph, num_ranks: int, experts: Collection[str]) -> None:
@@ -148,10 +147,3 @@ def _note_dropped(step: StepGraph, report: PartitionReport, strategy: Strategy) 
                 f"{where}: ranks send each other at most {node.args[4]} of their {rows} rows (capacity_factor={strategy.capacity_factor}); "
                 f"rows beyond are dropped, and give zero"
             )
-
-
-def verify_exchanges(step: StepGraph, num_ranks: int) -> None:
-    """Every exchange of buckets is between all ranks of `ep`, and is waited for."""
-    for node in step.graph.nodes:
-        if node.target is torch.ops._c10d_functional.all_to_all_single.default and node.args[-1] == "ep":
-            assert len(node.args[1]) == num_ranks, f"node {node.name!r} exchanges {len(node.args[1])} blocks over {num_ranks} ranks"

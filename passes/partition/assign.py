@@ -32,7 +32,7 @@ from graphacc.passes.partition.create import creation_plan
 from graphacc.passes.partition.emit import Emitter
 from graphacc.passes.partition.placement import REPLICATED, Order, Partial, Placement, Replicated, Split, local_shape, size_bytes
 from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
-from graphacc.passes.partition.rules import Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
+from graphacc.passes.partition.rules import READS_NODES, Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
 
 aten = torch.ops.aten
 _CASTS = (
@@ -124,7 +124,8 @@ class Assigner:
         self.actions: list[Action] = []
         self.moves: list[Move] = []
         self.exchanged: set[torch.fx.Node] = set()  # ids of experts that ranks have told each other
-        self._inside: dict[tuple, list[Move]] = {}  # the moves of operators that communicate by themselves
+        self.known: dict[tuple, Plan] = {}  # the layers of a model repeat
+        self._inside: dict[tuple, list[tuple[str, int]]] = {}  # the moves of operators that communicate by themselves
 
     def run(self) -> AxisPlan:
         step = self.step
@@ -144,6 +145,7 @@ class Assigner:
             outputs=outputs,
             actions=tuple(self.actions),
             results=results,
+            homes={node.name: self.copies[node, home] for node, home in self.home.items() if (node, home) in self.copies},
         )
 
     # Inputs and outputs
@@ -287,6 +289,24 @@ class Assigner:
                 f"node {call.node.name!r} calls {target}, which draws from a generator of its own: ranks would draw the same, or "
                 f"other numbers than one device does. Capture must turn it into graphacc::random_uniform or graphacc::random_bits"
             )
+        form = self._form(call)
+        if form is None:
+            return self._ask(call)
+        if form not in self.known:
+            self.known[form] = self._ask(call)
+        return self.known[form]
+
+    def _form(self, call: Call) -> tuple | None:
+        """What the rule of a call depends on, and no more; None if it may look at how operands are made."""
+        target, name = call.node.target, call.node.name
+        if target in READS_NODES or name in self.pins or any(isinstance(operand.placement, Partial) for operand in call.operands):
+            return None
+        operands = tuple((o.name, o.index, o.shape, o.dtype, o.placement, o.held, o.fixed) for o in call.operands)
+        return target, call.phase, operands, constants(call.node.args), constants(tuple(call.node.kwargs.items()))
+
+    def _ask(self, call: Call) -> Plan:
+        """The plan of a call, by the operator's rule."""
+        target = call.node.target
         found = find_rule(target)
         if found is None or not call.operands:
             return replicate(call, f"{target} has no partition rule")
@@ -336,8 +356,8 @@ class Assigner:
         if isinstance(plan.emit, Communicating):
             placed = [operand.placement if required is None else required for operand, required in zip(call.operands, plan.operands)]
             given = tuple((*call.local(operand.shape, placement), operand.dtype) for operand, placement in zip(call.operands, placed))
-            constants = repr(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
-            self._move_inside(given, write, (node.target, constants, plan.operands, given, plan.emit.ids), plan.emit.ids, node)
+            key = node.target, constants(node.args), constants(tuple(node.kwargs.items())), plan.operands, given, plan.emit.ids
+            self._move_inside(given, write, key, plan.emit.ids, node)
         return self._act(values, write, expected, node)
 
     def _keep(self, node: torch.fx.Node, placement: Placement, action: int) -> None:
@@ -351,7 +371,9 @@ class Assigner:
         self.actions.append(Action(node or self.node, tuple(inputs), write, expected))
         return len(self.actions) - 1
 
-    def _move(self, node: torch.fx.Node, collective: str, source: Placement | None, target: Placement | None, size: int, forced: str = "") -> Move:
+    def _move(
+        self, node: torch.fx.Node, collective: str, source: Placement | None, target: Placement | None, size: int, forced: str = "", role: Role | None = None
+    ) -> None:
         move = Move(
             value=node.name,
             axis=self.axis,
@@ -359,14 +381,13 @@ class Assigner:
             source=source,
             target=target,
             size_bytes=size,
-            role=self._role(node),
+            role=role or self._role(node),
             phase=self.node.meta["phase"],
             layer=self.node.meta.get("module_path", ""),
             reader=self.node.name,
             forced=forced,
         )
         self.moves.append(move)
-        return move
 
     def _role(self, node: torch.fx.Node) -> Role:
         kind = self.kinds.get(node)
@@ -376,30 +397,24 @@ class Assigner:
             return Role.GRADIENT
         return Role.STATE if kind is Kind.STATE or node.meta["phase"] is Phase.UPDATE else Role.ACTIVATION
 
-    def _move_inside(self, given: tuple, write: Callable[..., Any], key: tuple, ids: torch.fx.Node | None, node: torch.fx.Node) -> None:
+    def _move_inside(self, given: tuple, write: Callable[..., Any], key: tuple, ids: torch.fx.Node | None, node: torch.fx.Node, forced: str = "") -> None:
         """Note the moves of what communicates by itself: it is written into a graph of its own, once for operands of one form.
 
         Args:
             given: (*local shape, dtype) of every operand.
-            ids: of experts, if rows travel to these; the first time ranks tell each other the ids.
+            ids: of experts, if rows travel to these; ranks tell each other the ids once.
         """
         if key not in self._inside:
-            scratch = Emitter(self.axis, self.num_ranks, scratch=True)
+            scratch = Emitter(self.axis, self.num_ranks)
             scratch.node = node
             write(scratch, *(scratch.operand(tuple(shape), dtype) for *shape, dtype in given))
-            self._inside[key] = scratch.moves
-        moves = self._inside[key]
+            self._inside[key] = [(item.kind, item.size_bytes) for item in scratch.collectives]
+        found = self._inside[key]
         if ids is not None and routing.spreads(self.experts, ids, self.num_ranks):
-            moves = moves[ids in self.exchanged :]
+            found = found[ids in self.exchanged :]
             self.exchanged.add(ids)
-        here = {
-            "value": node.name,
-            "reader": self.node.name,
-            "phase": self.node.meta["phase"],
-            "layer": self.node.meta.get("module_path", ""),
-            "role": self._role(node) if ids is None else Role.TOKENS,
-        }
-        self.moves += [dataclasses.replace(move, **here) for move in moves]
+        for kind, size in found:
+            self._move(node, kind, None, None, size, forced, None if ids is None else Role.TOKENS)
 
     # Values in a placement
 
@@ -435,8 +450,8 @@ class Assigner:
 
     def _all_gather(self, node: torch.fx.Node, local: int, split: Split, forced: str) -> int:
         shape = tuple(node.meta["val"].shape)
-        move = self._move(node, "all_gather", split, REPLICATED, _padded_bytes(node, split), forced)
-        return self._act((local,), lambda build, x: build.all_gather(x, split, shape, move))
+        self._move(node, "all_gather", split, REPLICATED, _padded_bytes(node, split), forced)
+        return self._act((local,), lambda build, x: build.all_gather(x, split, shape))
 
     def _convert(self, node: torch.fx.Node, source: Placement, to: Placement, forced: str = "") -> int:
         new, size = self.copies[node, source], _padded_bytes(node, REPLICATED)
@@ -463,14 +478,14 @@ class Assigner:
             case Split(), Replicated():
                 return self._all_gather(node, new, source, forced)
             case Partial(), Replicated():
-                move = self._move(node, "all_reduce", source, to, size, forced)
-                return self._act((new,), lambda build, x: build.all_reduce(x, source.op, move))
+                self._move(node, "all_reduce", source, to, size, forced)
+                return self._act((new,), lambda build, x: build.all_reduce(x, source.op))
             case Partial("sum"), Split():
-                move = self._move(node, "reduce_scatter", source, to, _padded_bytes(node, to), forced)
-                return self._act((new,), lambda build, x: build.reduce_scatter(x, to, move))
+                self._move(node, "reduce_scatter", source, to, _padded_bytes(node, to), forced)
+                return self._act((new,), lambda build, x: build.reduce_scatter(x, to))
             case Split(), Split() if exchanges(source, to):
-                move = self._move(node, "all_to_all", source, to, size // self.num_ranks, forced)
-                return self._act((new,), lambda build, x: build.all_to_all(x, source, to, move))
+                self._move(node, "all_to_all", source, to, size // self.num_ranks, forced)
+                return self._act((new,), lambda build, x: build.all_to_all(x, source, to))
             case _:
                 self.value(node, REPLICATED, forced)
                 return self._convert(node, REPLICATED, to)
@@ -516,9 +531,7 @@ class Assigner:
         """Note the moves that bring rows from one order to another."""
         values = [of.meta["val"] for of, _ in places]
         given = tuple((*local_shape(tuple(x.shape), placement, self.num_ranks), x.dtype) for x, (_, placement) in zip(values, places))
-        count = len(self.moves)
-        self._move_inside(given, write, (name, node.target, places[0][1], given, ids), ids, node)
-        self.moves[count:] = [dataclasses.replace(move, forced=forced) for move in self.moves[count:]]
+        self._move_inside(given, write, (name, node.target, places[0][1], given, ids), ids, node, forced)
 
     def _shares_gather(self, node: torch.fx.Node) -> bool:
         """One gather serves a matrix and its transpose: in Muon's iteration, and for an activation's gradient.
@@ -575,6 +588,16 @@ def _bound(node: torch.fx.Node) -> list[tuple[str, Any]]:
     given += node.kwargs.items()
     names = {name for name, _ in given}
     return given + [(name, default) for name, default in arguments if default is not _MISSING and name not in names]
+
+
+def constants(value: Any) -> Any:
+    """A key of the arguments that are no tensors; it tells 1 from 1.0 and True."""
+    kind = type(value)
+    if kind is torch.fx.Node:
+        return "node"
+    if isinstance(value, (tuple, list)):
+        return tuple([constants(item) for item in value])
+    return value if kind is int or kind is str or value is None else (kind, repr(value) if isinstance(value, float) else value)
 
 
 def _tensors(value: Any) -> list[tuple[int | None, torch.fx.Node]]:

@@ -2,7 +2,6 @@
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.fx
 from graphacc._compat.torch_ import fake_mode
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Split, local_shape, size_bytes
-from graphacc.passes.partition.plan import Move, Role
 from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
@@ -22,14 +20,12 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 class Emitter:
     """Appends nodes to the local graph. New nodes take phase, module and source line from `node`, the one in work."""
 
-    def __init__(self, axis: str, num_ranks: int, *, scratch: bool = False):
+    def __init__(self, axis: str, num_ranks: int):
         self.axis = axis
         self.num_ranks = num_ranks
-        self.scratch = scratch  # for one call only, to see how it communicates
         self.graph = torch.fx.Graph()
         self.node: torch.fx.Node = None  # of the unpartitioned graph; set by who writes
-        self.collectives: list[Collective] = []
-        self.moves: list[Move] = []  # of the collectives
+        self.collectives: list[Collective] = []  # in the order in which they are written
         self._mode = fake_mode()
         self._index: torch.fx.Node | None = None
         self.exchanges: dict[torch.fx.Node, Any] = {}  # local ids -> what `routing` made of them
@@ -52,15 +48,6 @@ class Emitter:
     def item(self, value: Any, index: int) -> torch.fx.Node:
         """One of several results."""
         return value[index] if isinstance(value, list) else self.call(operator.getitem, value, index)
-
-    def ring_blocks_of(self, lse: torch.fx.Node, make: Callable[[], list]) -> list:
-        """The log-sum-exp of the blocks of a ring; made again where the forward part, which has them, is not in this graph."""
-        if lse not in self.ring_blocks:
-            count = len(self.moves)
-            self.ring_blocks[lse] = make()
-            if self.scratch:  # the graph proper has them
-                del self.moves[count:]
-        return self.ring_blocks[lse]
 
     def repeat(self, args: tuple, kwargs: dict) -> torch.fx.Node:
         """The call of `node` with other arguments; if these have the very same values, so has the result."""
@@ -93,40 +80,24 @@ class Emitter:
     def _finish(self, new: torch.fx.Node, value: Any) -> torch.fx.Node:
         new.meta = {key: self.node.meta[key] for key in _META if key in self.node.meta}
         new.meta["val"] = value
+        if new.target is self.node.target and "move" in self.node.meta:  # a collective over another axis
+            new.meta["move"] = self.node.meta["move"]
         return new
 
     # Collectives
 
-    def _collective(self, kind: str, size: int, move: Move | None, target: Any, *args: Any) -> torch.fx.Node:
+    def _collective(self, kind: str, size: int, target: Any, *args: Any) -> torch.fx.Node:
         new = self.call(target, self._contiguous(args[0]), *args[1:])
-        self._note(kind, size, move, new)
+        self.collectives.append(Collective(kind, new, size))
         return self.call(collective.wait_tensor.default, new)
 
-    def _note(self, kind: str, size: int, move: Move | None, new: torch.fx.Node) -> None:
-        """Say what a collective moves; `move` is None inside of an operator that communicates by itself."""
-        phase = new.meta["phase"]
-        new.meta["move"] = move or Move(
-            value=self.node.name,
-            axis=self.axis,
-            collective=kind,
-            source=None,
-            target=None,
-            size_bytes=size,
-            role=Role.ACTIVATION,
-            phase=phase,
-            layer=new.meta.get("module_path", ""),
-            reader=self.node.name,
-        )
-        self.moves.append(new.meta["move"])
-        self.collectives.append(Collective(kind, new.name, size, phase.value))
+    def all_reduce(self, x: torch.fx.Node, op: str) -> torch.fx.Node:
+        return self._collective("all_reduce", _size(x), collective.all_reduce.default, x, op, self.axis)
 
-    def all_reduce(self, x: torch.fx.Node, op: str, move: Move | None = None) -> torch.fx.Node:
-        return self._collective("all_reduce", _size(x), move, collective.all_reduce.default, x, op, self.axis)
-
-    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...], move: Move | None = None) -> torch.fx.Node:
+    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...]) -> torch.fx.Node:
         """The whole tensor, of global `shape`, out of every rank's part."""
         gathered = self._collective(
-            "all_gather", _size(x) * self.num_ranks, move, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
+            "all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
         )
         if split.dim or split.outer > 1:
             parts = _blocks(_shape(x), split)  # [before, outer, rest, after]
@@ -139,7 +110,7 @@ class Emitter:
             gathered = self._contiguous(self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim]))
         return gathered
 
-    def reduce_scatter(self, x: torch.fx.Node, split: Split, move: Move | None = None) -> torch.fx.Node:
+    def reduce_scatter(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
         """This rank's part of the sum of all ranks' tensors."""
         x = self.pad(x, split)
         local = local_shape(_shape(x), Split(split.dim, split.outer), self.num_ranks)
@@ -149,10 +120,10 @@ class Emitter:
             x = self._contiguous(self.call(aten.permute.default, x, [2, 0, 1, 3, 4]))
             x = self.call(aten.view.default, x, [self.num_ranks * local[0], *local[1:]] if local else [self.num_ranks])
         return self._collective(
-            "reduce_scatter", _size(x), move, collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
+            "reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
         )
 
-    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split, move: Move | None = None) -> torch.fx.Node:
+    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split) -> torch.fx.Node:
         """From one dim split to another: every rank sends each other rank its block of dim `to` and joins the blocks of dim `source`.
 
         The ranks' blocks stand in front, in a dim of their own, so that a split along another axis passes through.
@@ -165,7 +136,7 @@ class Emitter:
         x = self._contiguous(self.call(aten.permute.default, x, order))
         local = [*shape[: to.dim], shape[to.dim] // self.num_ranks, *shape[to.dim + 1 :]]
         x = self.call(aten.view.default, x, [self.num_ranks, *local])
-        x = self.exchange(x, move)
+        x = self.exchange(x)
         parts = [self.num_ranks, *local[: source.dim], source.outer, local[source.dim] // source.outer, *local[source.dim + 1 :]]
         x = self.call(aten.view.default, x, parts)
         order = [*range(1, source.dim + 2), 0, *range(source.dim + 2, len(parts))]
@@ -176,13 +147,13 @@ class Emitter:
     def permute_ranks(self, x: torch.fx.Node, targets: list[int]) -> torch.fx.Node:
         """`x` of the rank that sends to this one; rank i sends to ``targets[i]``."""
         new = self.call(mesh.permute_ranks.default, self._contiguous(x), targets, self.axis)
-        self._note("permute", _size(x), None, new)
+        self.collectives.append(Collective("permute", new, _size(x)))
         return new
 
-    def exchange(self, x: torch.fx.Node, move: Move | None = None) -> torch.fx.Node:
+    def exchange(self, x: torch.fx.Node) -> torch.fx.Node:
         """[ranks, ...]: block i goes to rank i, and block i of the result comes from it."""
         sizes = [1] * self.num_ranks
-        return self._collective("all_to_all", _size(x), move, collective.all_to_all_single.default, x, sizes, sizes, self.axis)
+        return self._collective("all_to_all", _size(x), collective.all_to_all_single.default, x, sizes, sizes, self.axis)
 
     # Parts of a replicated tensor
 

@@ -65,6 +65,7 @@ class AxisPlan:
     outputs: tuple[Placement, ...]
     actions: tuple[Action, ...] = dataclasses.field(repr=False)
     results: tuple[int, ...] = dataclasses.field(repr=False)  # the action that makes each output
+    homes: dict[str, int] = dataclasses.field(repr=False)  # node -> the action that makes it as it is placed at home
 
     def count(self, collective: str) -> int:
         return sum(move.collective == collective for move in self.moves)

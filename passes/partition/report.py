@@ -3,17 +3,22 @@
 import collections
 import dataclasses
 
+import torch.fx
+
 from graphacc.passes.partition.plan import AxisPlan, Move
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective that the partition wrote."""
+    """One collective of the program of one rank."""
 
-    kind: str  # "all_gather", "all_reduce", "reduce_scatter" or "all_to_all"
-    node: str
+    kind: str  # "all_gather", "all_reduce", "reduce_scatter", "all_to_all" or "permute"
+    node: torch.fx.Node
     size_bytes: int  # of the whole tensor: gathered, reduced, or before it is scattered; of one rank's part for an all-to-all
-    phase: str
+
+    @property
+    def phase(self) -> str:
+        return self.node.meta["phase"].value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,7 @@ class PartitionReport:
     collectives: list[Collective]
     forced: list[ForcedGather]
     notes: list[str] = dataclasses.field(default_factory=list)  # what the partition changes besides the order of sums
+    homes: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)  # node before -> the node that has it, as it is placed at home
 
     @property
     def axis(self) -> str:

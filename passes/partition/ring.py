@@ -159,8 +159,18 @@ def _around(ring: Ring) -> tuple[Node, Node, list[tuple[Node | None, Node | None
     return out, lse, blocks
 
 
+def _blocks_again(ring: Ring) -> list[tuple[Node | None, Node | None]]:
+    """The blocks of a forward part that is not in the graph that is written; if it is in the step, this call alone is being planned,
+    and what the forward part sends is its own."""
+    count = len(ring.build.collectives)
+    blocks = _around(ring)[2]
+    if ring.call.operand("lse").node.op == "call_function":
+        del ring.build.collectives[count:]
+    return blocks
+
+
 def _backward(ring: Ring) -> list[Node]:
-    blocks = ring.build.ring_blocks_of(ring.values["lse"], lambda: _around(ring)[2])
+    blocks = ring.build.ring_blocks.get(ring.values["lse"]) or _blocks_again(ring)
     of_blocks = iter(zip(blocks, ring.shares(blocks), strict=True))
     rows, keys, bias = ring.rows("grad", "q", "out", "q_segments"), ring.rows("k", "v", "kv_segments"), ring.rows("bias")
     grads = Gradients(ring)

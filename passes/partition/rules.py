@@ -162,6 +162,8 @@ class Plan:
 
 Rule = Callable[[Call], Dims | Plan]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
+READS_NODES: set[torch._ops.OpOverload] = set()
+"""Operators whose rules look at how operands are made or at the node itself, not only at constants, shapes, dtypes and placements."""
 
 
 def operator(name: str) -> torch._ops.OpOverload:
@@ -170,14 +172,16 @@ def operator(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of the operators `names`, separated by blanks."""
+def rule(names: str, *, reads_nodes: bool = False) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of the operators `names`, separated by blanks; for `reads_nodes` see `READS_NODES`."""
 
     def register(function: Rule) -> Rule:
         for name in names.split():
             target = operator(name)
             assert target not in RULES, f"{name} has two partition rules"
             RULES[target] = function
+            if reads_nodes:
+                READS_NODES.add(target)
         return function
 
     return register

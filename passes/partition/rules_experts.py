@@ -25,7 +25,7 @@ def _ids(call: Call) -> Operand:
     return ids
 
 
-@rule("graphacc.sort_rows.default")
+@rule("graphacc.sort_rows.default", reads_nodes=True)
 def _sort_rows(call: Call) -> Dims | Plan:
     ids, split = _ids(call), split_of(call, "ids")
     if split is not None and split.padding:
@@ -35,7 +35,7 @@ def _sort_rows(call: Call) -> Dims | Plan:
     return Plan((split, split), routing.sorted_split(ids.node, call.num_ranks, call.experts), emit=_routed(call, routing.sort))
 
 
-@rule("graphacc.unsort_rows.default")
+@rule("graphacc.unsort_rows.default", reads_nodes=True)
 def _unsort_rows(call: Call) -> Dims | Plan:
     ids, split = _ids(call), split_of(call, "ids")
     if split is not None and split.padding:
@@ -54,7 +54,7 @@ def _routed(call: Call, function) -> Emit:
     return Communicating(emit, _ids(call).node)
 
 
-@rule("graphacc.expert_offsets.default")
+@rule("graphacc.expert_offsets.default", reads_nodes=True)
 def _expert_offsets(call: Call) -> Plan:
     """Every rank counts its own rows; the counts, and with them their running sums, add up."""
     split = split_of(call, "ids")
@@ -63,7 +63,7 @@ def _expert_offsets(call: Call) -> Plan:
     return Plan((split,), Partial("sum"))
 
 
-@rule("graphacc.grouped_mm.default")
+@rule("graphacc.grouped_mm.default", reads_nodes=True)
 def _grouped_mm(call: Call) -> Dims | Plan:
     """Sorted rows, with the offsets of the same ids, stay where they are."""
     lies = _sorted(call, "rows")
@@ -73,7 +73,7 @@ def _grouped_mm(call: Call) -> Dims | Plan:
     return Plan((lies, REPLICATED, Partial("sum")), lies) if emit is None else Plan((lies, Split(0), None), lies, emit=emit)
 
 
-@rule("graphacc.grouped_mm_weight_grad.default")
+@rule("graphacc.grouped_mm_weight_grad.default", reads_nodes=True)
 def _grouped_mm_weight_grad(call: Call) -> Dims | Plan:
     lies = _sorted(call, "rows", "grad")
     if lies is None:
@@ -108,7 +108,7 @@ def _own_experts(call: Call, lies: Split) -> Emit | None:
     return lambda build, args, kwargs: build.call(call.node.target, *args[:2], build.exchanges[ids].offsets)
 
 
-@rule("graphacc.bucket_rows.default")
+@rule("graphacc.bucket_rows.default", reads_nodes=True)
 def _bucket_rows(call: Call) -> Dims | Plan:
     """Buckets for the exchange over another axis: every rank fills its own part of each."""
     ids, split = _ids(call), split_of(call, "ids")
@@ -120,7 +120,7 @@ def _bucket_rows(call: Call) -> Dims | Plan:
     return Plan((split, split), routing.sent_split(ids.node), {"capacity": call["capacity"] // call.num_ranks})
 
 
-@rule("graphacc.unbucket_rows.default")
+@rule("graphacc.unbucket_rows.default", reads_nodes=True)
 def _unbucket_rows(call: Call) -> Dims | Plan:
     ids, split = _ids(call), split_of(call, "ids")
     if split is None:

@@ -14,12 +14,12 @@ _ADD = torch.ops.aten.add.Tensor
 _ROWS = {"b": 0, "h": 1}  # label -> dim of the scores [B, H, T, S]
 
 
-@rule("graphacc.flash_attention.default")
+@rule("graphacc.flash_attention.default", reads_nodes=True)
 def _flash(call: Call) -> Dims | Plan:
     return _attention(call, {"q": 4, "k": 4, "v": 4}, [4, 3])
 
 
-@rule("graphacc.flash_attention_backward.default")
+@rule("graphacc.flash_attention_backward.default", reads_nodes=True)
 def _flash_backward(call: Call) -> Dims | Plan:
     return _attention(call, {"grad": 4, "q": 4, "k": 4, "v": 4, "out": 4, "lse": 3}, [4, 4, 4])
 

@@ -190,7 +190,7 @@ def _local_index(position: int, local_size: int) -> Emit:
     return emit
 
 
-@rule("aten.index.Tensor aten._unsafe_index.Tensor")
+@rule("aten.index.Tensor aten._unsafe_index.Tensor", reads_nodes=True)
 def _index(call: Call) -> Dims:
     if any(operand.dtype in (torch.bool, torch.uint8) for operand in _index_operands(call)):
         return Dims({}, [[None] * len(call.results[0].shape)])
@@ -199,7 +199,7 @@ def _index(call: Call) -> Dims:
     return Dims({"self": tensor, "indices": labels}, [result], linear=("self",), emit=emits)
 
 
-@rule("aten.index_put.default aten._unsafe_index_put.default")
+@rule("aten.index_put.default aten._unsafe_index_put.default", reads_nodes=True)
 def _index_put(call: Call) -> Dims:
     """With accumulation, indices and values may be split while the tensor is not: the ranks' additions add up."""
     if any(operand.dtype in (torch.bool, torch.uint8) for operand in _index_operands(call)):

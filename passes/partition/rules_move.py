@@ -259,7 +259,7 @@ def _new(call: Call) -> Plan:
     return Plan((None,), REPLICATED)
 
 
-@rule("aten.as_strided.default aten.as_strided_scatter.default")
+@rule("aten.as_strided.default aten.as_strided_scatter.default", reads_nodes=True)
 def _as_strided(call: Call) -> Plan:
     """Strides mean memory, so that the operand has to be laid out as it was before."""
     for operand in call.operands:
@@ -288,7 +288,7 @@ def _reduce_scatter(call: Call) -> Dims | Plan:
     return Dims({"input": labels}, [labels], linear=("input",) if call["reduce_op"] == "sum" else ())
 
 
-@rule("_c10d_functional.all_to_all_single.default")
+@rule("_c10d_functional.all_to_all_single.default", reads_nodes=True)
 def _all_to_all(call: Call) -> Dims | Plan:
     """Blocks of dim 0 change places over another axis."""
     split = split_of(call, "input")

@@ -1,6 +1,7 @@
 """The program of one rank, written as an `AxisPlan` says."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 from graphacc.errors import GraphError
@@ -15,7 +16,7 @@ def write(step: StepGraph, plan: AxisPlan) -> tuple[StepGraph, PartitionReport]:
     """The program of one rank of ``plan.axis``; `step`, of which the plan was made, is not changed.
 
     Raises:
-        GraphError: a local call does not give what the plan says.
+        GraphError: a local call does not give what the plan says, or communicates otherwise.
     """
     build = Emitter(plan.axis, plan.num_ranks)
     values: list[Any] = []
@@ -28,21 +29,29 @@ def write(step: StepGraph, plan: AxisPlan) -> tuple[StepGraph, PartitionReport]:
     results = tuple(values[i] for i in plan.results)
     build.graph.output(results)
     build.graph.output_node().meta["val"] = tuple(node.meta["val"] for node in results)
-    inputs = tuple(_signature(plan, item, placement) for item, placement in zip(step.inputs, plan.inputs))
-    outputs = tuple(_signature(plan, item, placement) for item, placement in zip(step.outputs, plan.outputs))
-    report = PartitionReport(plan=plan, collectives=build.collectives, forced=forced_gathers(step, plan))
+    _say_what_moves(plan, build)
+    inputs, outputs = signature(step, plan)
+    report = PartitionReport(
+        plan=plan,
+        collectives=build.collectives,
+        forced=forced_gathers(step, plan),
+        notes=list(plan.notes),
+        homes={name: values[action].name for name, action in plan.homes.items()},
+    )
     return StepGraph(build.graph, inputs, outputs, step.constants), report
 
 
-def forced_gathers(step: StepGraph, plan: AxisPlan) -> list[ForcedGather]:
-    """The moves that an operator forced, with the user's source line."""
-    moves = [move for move in plan.moves if move.forced]
-    nodes = {node.name: node for node in step.graph.nodes} if moves else {}
-    found = []
-    for move in moves:
-        value, reader = nodes[move.value].meta["val"], nodes[move.reader]
-        found.append(ForcedGather(move, str(reader.target), tuple(value.shape), source_line(reader.meta.get("stack_trace"))))
-    return found
+def signature(step: StepGraph, plan: AxisPlan) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    """The inputs and outputs of the program of one rank."""
+    inputs = tuple(_sharded(plan, item, placement) for item, placement in zip(step.inputs, plan.inputs))
+    return inputs, tuple(_sharded(plan, item, placement) for item, placement in zip(step.outputs, plan.outputs))
+
+
+def _sharded(plan: AxisPlan, item: Any, placement: Placement) -> Any:
+    if not isinstance(placement, Split):
+        return item
+    shard = Shard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)
+    return dataclasses.replace(item, shards=(*item.shards, shard))
 
 
 def _check(plan: AxisPlan, action: Action, new: Any) -> None:
@@ -56,8 +65,24 @@ def _check(plan: AxisPlan, action: Action, new: Any) -> None:
         )
 
 
-def _signature(plan: AxisPlan, item: Any, placement: Placement) -> Input | Output:
-    if not isinstance(placement, Split):
-        return item
-    shard = Shard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)
-    return dataclasses.replace(item, shards=(*item.shards, shard))
+def _say_what_moves(plan: AxisPlan, build: Emitter) -> None:
+    """Every collective gets its move in ``meta["move"]``: they are written in the order in which they were planned."""
+    planned = (move for move in plan.moves if move.travels)
+    for move, item in itertools.zip_longest(planned, build.collectives):
+        if move is None or item is None or (move.collective, move.size_bytes) != (item.kind, item.size_bytes):
+            raise GraphError(
+                f"partition along {plan.axis}: the plan moves {move}, where the program has {item}: the rule of "
+                f"{(item.node.name if item else move.reader)!r} communicates and is not marked as Communicating"
+            )
+        item.node.meta["move"] = move
+
+
+def forced_gathers(step: StepGraph, plan: AxisPlan) -> list[ForcedGather]:
+    """The moves that an operator forced, with the user's source line."""
+    moves = [move for move in plan.moves if move.forced]
+    nodes = {node.name: node for node in step.graph.nodes} if moves else {}
+    found = []
+    for move in moves:
+        value, reader = nodes[move.value].meta["val"], nodes[move.reader]
+        found.append(ForcedGather(move, str(reader.target), tuple(value.shape), source_line(reader.meta.get("stack_trace"))))
+    return found

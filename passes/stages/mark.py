@@ -31,7 +31,7 @@ def mark_pass(strategy: Strategy, homes: Mapping[str, int]) -> Pass:
         log.rewrote(add_replicas(step, strategy))
         return step
 
-    return Pass(name="mark-stages", exact=False, run=run)
+    return Pass(name="mark-stages", exact=False, run=run, key=("mark-stages", strategy, tuple(homes.items())))
 
 
 class _Backward:

@@ -1,6 +1,5 @@
 """Captured graphs of the zoo's models with values for their inputs."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -104,11 +103,7 @@ def shared_case(name: str) -> tuple[Case, list[torch.Tensor], list[torch.Tensor]
 def partitioned(step: StepGraph, strategy: str) -> tuple[StepGraph, list[PartitionReport]]:
     chosen = Strategy.parse(strategy)
     result, reports = run_passes(step, build_pipeline(step, chosen, batch_dims=default_batch_dims(step)))
-    found = [report.details for report in reports if isinstance(report.details, PartitionReport)]
-    for report in found:  # the plan says what the program does
-        planned = collections.Counter((move.collective, move.size_bytes, move.phase.value) for move in report.plan.moves if move.travels)
-        assert planned == collections.Counter((item.kind, item.size_bytes, item.phase) for item in report.collectives), report.axis
-    return result, found
+    return result, [report.details for report in reports if isinstance(report.details, PartitionReport)]
 
 
 def check(
