@@ -4,7 +4,7 @@ Every row is one model's whole step (forward, backward, AdamW) on one mesh, comp
 schedule, with its memory-optimised one, and planned (`memory_plan="roam"`). The bound is certified: no order and no addresses
 that keep the planned executable's dependencies and in-place updates need less. "seconds" is what planning took. The programs run
 `--steps` steps from the same arrays; "bits" says whether all outputs of all devices are equal. "FX" is what
-`graphacc.strategy.memory` predicts from the graph, without compiling, and "FX/" that relative to what the planned program has.
+`graphacc.costs.memory` predicts from the graph, without compiling, and "FX/" that relative to what the planned program has.
 `--timed N` adds the step time of the planned program relative to the memory-optimised and the default one, and of the
 memory-optimised one relative to itself, which is how exact the other two are: medians of the ratios of N rounds, in each of which
 all run. Claim them on a quiet machine only.
@@ -34,9 +34,9 @@ from torch import nn
 
 import graphacc
 from graphacc._compat.jax_ import x64
+from graphacc.costs.memory import predict_memory
 from graphacc.graph import StepGraph
 from graphacc.runtime import Program, select_devices
-from graphacc.strategy.memory import predict_memory
 
 HIDDEN, LAYERS, HEADS, VOCABULARY, LENGTH, BATCH = 256, 4, 8, 2048, 128, 8
 STRATEGIES = ["one", "fsdp=8", "tp=2,fsdp=4"]

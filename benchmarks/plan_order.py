@@ -23,12 +23,12 @@ from torch import nn
 from graphacc.capture.model import Batch, capture_joint
 from graphacc.capture.stitch import stitch
 from graphacc.capture.update import capture_update
+from graphacc.costs.fx_problem import problem_from_step
 from graphacc.graph import Kind
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.order.solve import solve_order
 from graphacc.passes.memory.problem import Problem
-from graphacc.strategy.fx_problem import problem_from_step
 
 BASELINES = [name for name in HEURISTICS if name != "eager free"]  # that one is ours
 Tensors = dict[str, torch.Tensor]

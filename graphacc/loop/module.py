@@ -14,7 +14,7 @@ from graphacc.loop.engine import Engine
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
 from graphacc.strategy.in_force import StrategyInForce
-from graphacc.strategy.memory import predict_memory
+from graphacc.costs.memory import predict_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,12 @@ class CompiledModule(nn.Module):
         """Every program compiled so far, in order: what, why, and how long it took."""
         return tuple(self._graphacc_engine.programs.compiled)
 
-    def explain(self) -> str:
-        """A table of the programs that were compiled and why, a line for each memory plan, and one for what was verified, as text."""
+    def explain(self, *, passes: bool = False) -> str:
+        """A table of the programs that were compiled and why, a line for each memory plan, and one for what was verified, as text.
+
+        Args:
+            passes: what every pass did to every program too: time, rewrites, what moves between devices, what was gathered and why.
+        """
         header = ("program", "why", "nodes", "capture s", "passes s", "compile s", "cached", "MB/device")
         rows = [header, *(_row(compiled) for compiled in self.programs)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
@@ -77,7 +81,8 @@ class CompiledModule(nn.Module):
         eager = [f"{text.partition(chr(10))[0]} ({count} times)" for text, count in self._graphacc_engine.eager.items()]
         gone = self._graphacc_engine.programs.num_let_go
         kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
-        return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines())
+        reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
+        return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)
 
     def memory(self) -> "Memory":
         """Predicted and measured memory of the largest program so far.

@@ -184,12 +184,12 @@ class PipelinePrograms(Programs):
                 f"pp={self.strategy.pp} cuts a graph of operators, but this model was captured by lazy tensors, which give HLO "
                 "alone: use dp, fsdp or tp, or change what FX cannot trace (capture='fx' names the line)"
             )
-        graph = self._passed(graph, self._dims(kind, graph), homes=self.homes)
+        graph, reports = self._passed(graph, self._dims(kind, graph), homes=self.homes)
         segments = self._cut(kind, graph)
         seconds = captured - start, time.perf_counter() - captured
         parts = []
         for segment in segments:
-            spent = (0.0, 0.0) if parts else seconds
+            spent = (0.0, 0.0) if parts else (*seconds, reports)
             parts.append(self._build(f"{kind} {segment.place}", reason, segment.step, self.meshes[segment.place.stage], *spent))
         programs = [
             StageProgram(part=s.place.part, index=s.place.index, stage=s.place.stage, program=part.program)

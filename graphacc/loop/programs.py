@@ -19,11 +19,13 @@ from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
+from graphacc.passes.partition import PartitionReport
 from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.report import forced_notes, without_graphs
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
 from graphacc.passes.batch import default_batch_dims, unsplit_note
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import run_passes
+from graphacc.passes.runner import PassReport, run_passes
 from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
@@ -55,6 +57,7 @@ class Compiled:
     capture_seconds: float
     pass_seconds: float
     compile_seconds: float
+    passes: tuple[PassReport, ...] = ()  # what each pass did to the graph
 
     @property
     def num_operators(self) -> int:
@@ -222,24 +225,29 @@ class Programs:
         start = time.perf_counter()
         graph = capture()
         captured = time.perf_counter()
-        graph = self._spread(graph, self._dims(kind, graph))
-        return self._build(kind, reason, graph, self.mesh, captured - start, time.perf_counter() - captured)
+        graph, reports = self._spread(graph, self._dims(kind, graph))
+        return self._build(kind, reason, graph, self.mesh, captured - start, time.perf_counter() - captured, reports)
 
-    def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> Step:
+    def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
-            return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations)
+            return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations), ()
         return self._passed(graph, dims)
 
-    def _passed(self, graph: StepGraph, dims: Mapping[str, int | None], **places: Mapping[str, int]) -> StepGraph:
-        """The graph after all passes; what they say the user should know is logged."""
+    def _passed(
+        self, graph: StepGraph, dims: Mapping[str, int | None], **places: Mapping[str, int]
+    ) -> tuple[StepGraph, tuple[PassReport, ...]]:
+        """The graph after all passes, and their reports; what the user should know is logged, once."""
         passes = build_pipeline(
             graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), **places
         )
         graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
-        for text in dict.fromkeys(text for report in reports for text in getattr(report.details, "notes", ())):
-            log.warning("graphacc: %s", text)
-        return graph
+        partitions = [report.details for report in reports if isinstance(report.details, PartitionReport)]
+        for text in [text for report in partitions for text in (*report.notes, *forced_notes(report))]:
+            if text not in self._notes:
+                self._notes.add(text)
+                log.warning("graphacc: %s", text)
+        return graph, tuple(without_graphs(report) for report in reports)
 
     def splits_of(self, graph: StepGraph) -> dict[str, Split]:
         """The splits along `tp`: those that were decided with earlier programs, and those of the parameters that are new here."""
@@ -280,7 +288,14 @@ class Programs:
         )
 
     def _build(
-        self, kind: str, reason: str, graph: StepGraph, mesh: Mesh, capture_seconds: float = 0.0, pass_seconds: float = 0.0
+        self,
+        kind: str,
+        reason: str,
+        graph: StepGraph,
+        mesh: Mesh,
+        capture_seconds: float = 0.0,
+        pass_seconds: float = 0.0,
+        reports: tuple[PassReport, ...] = (),
     ) -> Compiled:
         """Compile the graph of one device for a mesh."""
         start = time.perf_counter()
@@ -304,6 +319,7 @@ class Programs:
             capture_seconds=capture_seconds,
             pass_seconds=pass_seconds,
             compile_seconds=time.perf_counter() - start,
+            passes=reports,
         )
 
     def _dims(self, kind: str, graph: Step) -> dict[str, int | None]:

@@ -6,6 +6,7 @@ import dataclasses
 import torch.fx
 
 from graphacc.passes.partition.plan import AxisPlan, Move
+from graphacc.passes.runner import PassReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,30 @@ class PartitionReport:
             for (collective, role, phase), count in sorted(found.items(), key=lambda item: (item[0][2].value, item[0][0], item[0][1].value))
         ]
         return "\n".join(lines + [f"  {item}" for item in [*self.notes, *self.forced]])
+
+
+def forced_notes(report: PartitionReport) -> list[str]:
+    """A line for the user for each line of theirs whose operator forces tensors to be gathered."""
+    found: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    for item in report.forced:
+        found[item.source, item.operator, item.reason].append(item.size_bytes)
+    return [
+        f"{operator}{f' at {source}' if source else ''} gathers {_count(sizes)} over {report.axis}={report.num_ranks}, {sum(sizes) / 1e6:.3g} MB "
+        f"in all, in every step: {reason}"
+        for (source, operator, reason), sizes in found.items()
+    ]
+
+
+def without_graphs(report: PassReport) -> PassReport:
+    """The report of a pass, to be kept: it says the same, and refers to no graph."""
+    if not isinstance(report.details, PartitionReport):
+        return report
+    plan = dataclasses.replace(report.details.plan, actions=(), results=(), homes={})
+    return dataclasses.replace(report, details=dataclasses.replace(report.details, plan=plan, collectives=[], homes={}))
+
+
+def _count(sizes: list[int]) -> str:
+    return "a tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
 
 
 def source_line(stack_trace: str | None) -> str:

@@ -10,10 +10,10 @@ from torch import nn
 from graphacc.capture.model import Batch, capture_joint
 from graphacc.capture.stitch import stitch
 from graphacc.capture.update import capture_update
+from graphacc.costs.fx_problem import problem_from_step
 from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.passes.memory.order.solve import solve_order
 from graphacc.passes.memory.validate import check_order
-from graphacc.strategy.fx_problem import problem_from_step
 
 aten = torch.ops.aten
 ROW = 4 * 8  # bytes of float32[8]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.fx
 
+from graphacc.costs.memory import predict_memory
 from graphacc.graph import Input, Kind, Output, StepGraph
-from graphacc.strategy.memory import predict_memory
 
 aten = torch.ops.aten
 SIZE = 64

@@ -144,11 +144,19 @@ def _permute_ranks(ctx, x, targets, axis):
 
 @register("graphacc.after.default")
 def _after(ctx, x, dependency):
-    """`x` with an integer zero xor-ed into its bits that XLA cannot know to be zero, computed from one element of `dependency`.
+    """An optimization barrier of both; on CPU an integer zero xor-ed into the bits of `x`.
 
-    An optimization barrier would not do: XLA drops barriers before its last common-subexpression elimination, and then
-    merges, say, a gather for the backward with the one for the forward. n * (n + 1) is even for every n, also where it
-    overflows. The bits of `x` stay as they are.
+    On CUDA and TPU the barrier is what XLA schedules by: an instruction there would be fused with others, say an Adam update of
+    another parameter, and what they read would be waited for. On CPU XLA drops barriers before its last common-subexpression
+    elimination, and then merges, say, a gather for the backward with the one for the forward.
+    """
+    return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=lambda x, dependency: lax.optimization_barrier((x, dependency))[0])
+
+
+def _with_hidden_zero(x, dependency):
+    """`x`, into which a zero is xor-ed that XLA cannot know to be zero, computed from one element of `dependency`.
+
+    n * (n + 1) is even for every n, also where it overflows. The bits of `x` stay as they are.
     """
     word = _bits(dependency.reshape(-1)[:1])[0]
     zero = word * (word + 1) & 1
