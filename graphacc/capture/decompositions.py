@@ -358,3 +358,12 @@ def _one_by_one(function: Callable, *args, **kwargs) -> list[Tensor]:
         return function(*arguments, **named)
 
     return [call(i) for i in range(count)]
+
+
+@_decomposes(aten.masked_scatter_backward.default)
+def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: list[int]) -> Tensor:
+    """The gradient of the source: the k-th element of it went where the k-th true element of `mask` is."""
+    mask = mask.expand(grad.shape).reshape(-1)
+    place = (mask.to(torch.int64).cumsum(0) - 1).clamp(min=0, max=math.prod(sizes) - 1)
+    taken = torch.where(mask, grad.reshape(-1), 0.0)
+    return grad.new_zeros(math.prod(sizes)).scatter_add(0, place, taken).reshape(sizes)

@@ -3,6 +3,8 @@
 Their own operators keep results for a backward kernel of torch's that neither a partitioner nor XLA can follow.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -108,6 +110,69 @@ def lstm(*args) -> tuple[Tensor, Tensor, Tensor]:
     return out, last_hidden.reshape(hidden.shape), last_cell.reshape(cell.shape)
 
 
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """torch.nn.functional.ctc_loss by the forward recursion over time (Graves et al., "Connectionist Temporal Classification", 2006, section 4.1).
+
+    Lengths stay tensors: only the width of concatenated targets is a number, their greatest length.
+
+    Args:
+        log_probs: [T, B, C] or [T, C].
+        targets: [B, S] padded, or [sum of target_lengths] concatenated.
+        input_lengths, target_lengths: [B] or a number.
+    """
+    reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
+    device = log_probs.device
+    alone = log_probs.dim() == 2
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
+    input_lengths, target_lengths = (torch.as_tensor(x, device=device).long().reshape(-1) for x in (input_lengths, target_lengths))
+    targets = targets.long() if targets.dim() == 2 else _padded_targets(targets.long(), target_lengths)
+    num_steps, width = log_probs.shape[0], targets.shape[1]
+    labels = torch.full((targets.shape[0], 2 * width + 1), blank, dtype=torch.int64, device=device)  # [B, L]: blanks around every target
+    labels[:, 1::2] = targets
+    place = torch.arange(2 * width + 1, device=device)
+    skips = (place % 2 == 1) & (labels != F.pad(labels, (2, 0), value=blank)[:, :-2])  # [B, L]: no blank is needed before
+    inside = labels.clamp(0, log_probs.shape[2] - 1).expand(num_steps, -1, -1)
+    emitted = log_probs.gather(2, inside)  # [T, B, L]
+    never = torch.full_like(emitted[0], _NEVER)
+    alpha = torch.where(place < 2, emitted[0], never)
+    alpha = torch.where(place <= 2 * target_lengths.unsqueeze(1), alpha, never)
+    for step in range(1, num_steps):
+        before = F.pad(alpha, (2, 0), value=_NEVER)
+        ways = torch.stack((alpha, before[:, 1:-1], torch.where(skips, before[:, :-2], never)))
+        following = (torch.logsumexp(ways, 0) + emitted[step]).clamp(min=_NEVER)
+        alpha = torch.where((step < input_lengths).unsqueeze(1), following, alpha)
+    last = (2 * target_lengths).unsqueeze(1)
+    ends = torch.cat((alpha.gather(1, last), torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), _NEVER)), 1)
+    total = torch.logsumexp(ends, 1)
+    possible = total > _NEVER / 2
+    infinite = 0.0 if zero_infinity else -torch.where(possible, 0.0, total + log_probs.sum((0, 2))) * torch.inf  # its gradient is NaN, as torch's
+    losses = torch.where(possible, -total, infinite)
+    if reduction == "mean":
+        return (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
+
+
+_NEVER = -1e30
+"""The logarithm of no probability: finite, so that gradients of it are zeros and not NaN."""
+
+
+def _padded_targets(targets: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenated targets as [B, greatest length]."""
+    width = int(lengths.max()) if lengths.numel() else 0
+    starts = lengths.cumsum(0) - lengths
+    places = starts.unsqueeze(1) + torch.arange(width, device=targets.device)
+    return targets[places.clamp(max=max(targets.numel() - 1, 0))] if targets.numel() else targets.new_zeros(lengths.numel(), width)
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -115,4 +180,4 @@ class WrittenOut(TorchFunctionMode):
         return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
 
 
-_WRITTEN_OUT = {F.embedding_bag: embedding_bag, torch.lstm: lstm}
+_WRITTEN_OUT = {F.embedding_bag: embedding_bag, torch.lstm: lstm, F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}

@@ -13,7 +13,7 @@ from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.managed import Handle
-from graphacc.loop.tape import External, Param, Ref, Tape
+from graphacc.loop.tape import Param, Ref, Tape
 
 Step = StepGraph | HloStep
 """What the two ways to capture give."""
@@ -30,8 +30,7 @@ class GradientCode:
 
     @property
     def external_indices(self) -> list[int]:
-        leaves = (leaf for call in self.tape.gradient_calls for leaf in call.leaves)
-        return sorted({leaf.index for leaf in leaves if isinstance(leaf, External)})
+        return sorted({index for call in self.tape.gradient_calls for index in call.externals})
 
     @property
     def forward_values(self) -> list[int]:
@@ -241,8 +240,7 @@ def step_graph(joint: Step, update: Step) -> Step:
 
 def batch_of(tape: Tape, calls: Sequence) -> Batch:
     """The externals that recorded calls use, as the batch of a capture (all up to the last one used)."""
-    used = [leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, External)]
-    count = max(used, default=-1) + 1
+    count = max((index for call in calls for index in call.externals), default=-1) + 1
     return Batch(leaves=tuple(tape.externals[:count]), paths=tuple(tape.external_paths[:count]))
 
 

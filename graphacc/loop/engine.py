@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError
 from graphacc.graph import Kind
 from graphacc.loop import build, collector
+from graphacc.loop.decisions import Answers, Read, Recorder
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
 from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
@@ -32,7 +33,7 @@ from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import NotRecorded, Promise, to_values, written_too_early
-from graphacc.loop.tape import Tape, autocast_dtype
+from graphacc.loop.tape import Tape, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 
 log = logging.getLogger("graphacc")
@@ -66,10 +67,11 @@ class ModelCall:
     mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
+    answers: tuple = ()  # that its code got to questions for values of the batch
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.state, self.inputs))
+        return hash((self.mode, self.state, self.inputs, self.answers))
 
     def __hash__(self) -> int:
         return self._hash
@@ -128,6 +130,7 @@ class Engine:
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
         self.written: dict[ModelCall, Written] = {}
         self.verifier = Verifier(self)
+        self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
 
     # ---- calls of the model
@@ -195,7 +198,7 @@ class Engine:
             for label in list(self.guards.numbers):  # one of them is needed as a number of Python
                 self.guards.fix(label)
             return self._record(self._function(), args, kwargs)
-        self.guards.write(self.written[function].others)
+        self.guards.write(self.written[tape.calls[-1].function].others)
         if not trains:
             self._run_forward(tape, tape.live(), keep_buffers=True)
             tape.closed = True
@@ -434,7 +437,35 @@ class Engine:
     def fake(self, value) -> Tensor:
         return self.fakes.of(value)
 
-    def run_fake(self, function: Callable, args: tuple, kwargs: dict):
+    @property
+    def answers_reads(self) -> bool:
+        """Whether code that asks for values of the batch can be answered: the values that a program gets are those that the loop gave, all at once."""
+        return self.fallback.backend is FX and self.programs.strategy.microbatches == 1 and not self.programs.local_batch
+
+    def answers(self, reads: Sequence[Read], inputs: Mapping) -> contextlib.AbstractContextManager:
+        """While a graph is captured, recorded code gets the answers that it got when it was recorded; PyTorch reads values itself."""
+        return Answers(reads, inputs) if reads and self.tracing else contextlib.nullcontext()
+
+    def answered(self, function: Callable, answers: tuple) -> Callable:
+        """The function that is recorded where `function` got these answers."""
+        if not isinstance(function, ModelCall) or not answers:
+            return function
+        found = dataclasses.replace(function, answers=answers)
+        self.written[found] = self.written[function]
+        return found
+
+    def number_inputs(self, args: tuple) -> set[int]:
+        """Identities of the inputs that are numbers of modules, which code reads as numbers if it has to (see `Guards.fix`)."""
+        inputs = args[0] if args and isinstance(args[0], dict) else {}
+        return {id(inputs[label]) for label in self.guards.numbers if label in inputs}
+
+    def buffer_now(self, name: str, tape: Tape) -> Tensor:
+        """The present value of a buffer, for a call that is recorded on `tape`."""
+        self.settle_buffers(ahead=tape)
+        self.handles[name].refresh()
+        return self.handles[name].host_value()
+
+    def run_fake(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """What a call gives on fake tensors.
 
         Raises:
@@ -444,15 +475,28 @@ class Engine:
         with self.autocast(autocast_dtype()):
             if isinstance(function, ModelCall):
                 with self.direct_calls():
-                    return self.fallback.attempt(lambda: self._infer_model(function, *args))
+                    return self.fallback.attempt(lambda: self._infer_answered(function, *args, recorder))
             try:
-                return self.fakes.run(function, args, kwargs)
+                return self.fakes.run(function, args, kwargs, recorder)
             except GraphAccError:
                 raise
             except Exception as error:
                 raise NotRecorded(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
 
-    def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
+    def _infer_answered(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict, recorder: Recorder | None):
+        """`_infer_model`; what fails after an answer may not fail with another one.
+
+        Raises:
+            NotRecorded: it failed after an answer, so lazy tensors, which give no answers, are no help.
+        """
+        try:
+            return self._infer_model(function, inputs, args, kwargs, recorder)
+        except CaptureError as error:
+            if recorder is not None and recorder.reads:
+                raise NotRecorded(str(error)) from error
+            raise
+
+    def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
         num_hooks, flags = self.guards.num_hooks(), {}
@@ -462,7 +506,7 @@ class Engine:
                 self.guards.write(inputs)
                 buffers = self.fakes.buffers()
                 try:
-                    result = call(args, kwargs)
+                    result = call(args, kwargs, recorder)
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)

@@ -1,5 +1,6 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,8 @@ from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
+from graphacc.graph import Kind
+from graphacc.loop.decisions import Recorder
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
 
@@ -42,12 +45,12 @@ class Fakes:
             fake = self._gradients[handle.name] = like.detach()
         return fake
 
-    def run(self, function: Callable, args: tuple, kwargs: dict):
+    def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
-        with self._mode, compiling():
+        with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext():
             return function(*args, **kwargs)
 
-    def call_model(self, args: tuple, kwargs: dict):
+    def call_model(self, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model itself, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
 
         Raises:
@@ -55,10 +58,11 @@ class Fakes:
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
-        with self._mode, compiling(), decided_branches(packed_sequences=packed), WrittenOut(), explained(f"the model {type(self.model).__name__}"):
+        branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
+        with self._mode, compiling(), branches, WrittenOut(), explained(f"the model {type(self.model).__name__}"), answers:
             return self.model(*args, **kwargs)
 
-    def call_model_lazily(self, args: tuple, kwargs: dict):
+    def call_model_lazily(self, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
         return infer_call(self.model, self.model_tensors(), args, kwargs, self._like)
 
@@ -71,6 +75,10 @@ class Fakes:
         held = (buffer for module in self.model.modules() for buffer in module._buffers.values() if buffer is not None)
         with torch._C.DisableTorchFunctionSubclass():
             return [(id(self._of_handle(handle_of(buffer))) if handle_of(buffer) else id(buffer), self._version(buffer)) for buffer in held]
+
+    def of_buffers(self) -> list[tuple[str, Tensor]]:
+        """The fake tensor of every buffer, by name."""
+        return [(name, self._of_handle(handle)) for name, handle in self.handles.items() if handle.kind is Kind.BUFFER]
 
     def _version(self, buffer: Tensor) -> int:
         handle = handle_of(buffer)

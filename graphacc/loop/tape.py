@@ -10,7 +10,7 @@ import enum
 import itertools
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +18,16 @@ from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users
 from graphacc.errors import CaptureError, LoopError
+from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
 from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+
+
+MAX_QUESTIONED = 64
+"""Calls, by the shapes of their arguments, whose answers are remembered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Call:
     """One recorded function call; tensors among its leaves are `Ref`, `External` or `Param`."""
 
     function: Callable  # a torch function, or the model
+    asked: Callable  # the same; of the model without what it was answered
     leaves: tuple  # flattened (args, kwargs)
     spec: pytree.TreeSpec
     results: tuple[int, ...]  # value index of every tensor in the result, in pytree order
@@ -60,6 +66,19 @@ class Call:
     autocast: torch.dtype | None  # the dtype of the torch.autocast around it
     writes: tuple[int, ...] = ()  # values that it writes into
     replaces: int | None = None  # the leaf, a number of an earlier step, that it adds to: from now on that is the result
+    reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
+    log: Log | None = None  # what later calls need to know to ask for values
+
+    @property
+    def externals(self) -> list[int]:
+        """The tensors from outside that it reads."""
+        derived = (external for read in self.reads for external in read.inputs)
+        return [leaf.index for leaf in (*self.leaves, *derived) if isinstance(leaf, External)]
+
+    @property
+    def answers(self) -> tuple:
+        """What its code was answered, as part of what identifies it."""
+        return tuple(read.key for read in self.reads)
 
 
 class Tape:
@@ -105,7 +124,10 @@ class Tape:
             args, kwargs = pytree.tree_unflatten(leaves, spec) if varying else (args, kwargs)
             refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
             remembered = self._remembered(function, refs, spec, leaves)
-            call = self._infer(function, refs, spec, leaves) if remembered is None else remembered
+            if remembered is None and (variant := self._variant(function, refs, spec)) is not None:
+                call = variant
+            else:
+                call = self._infer(function, refs, spec, leaves, varying) if remembered is None else remembered
             if varying and remembered is None:
                 self._check_like(call, function)
         except BaseException as error:
@@ -213,10 +235,84 @@ class Tape:
         if template is None or template is self or place >= len(template.calls) or not self._follows(template):
             return None
         call = template.calls[place]
-        if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.function != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
+        if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.asked != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
             return None
         same = all(self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External))
-        return call if same and (call.replaces is None or _is_total(given[call.replaces], self)) else None
+        if not same or (call.replaces is not None and not _is_total(given[call.replaces], self)):
+            return None
+        return call if self._answered_again(call.reads, template.external_key) else None
+
+    def _answered_again(self, reads: Sequence[Read], key_of: Callable[[int], tuple]) -> bool:
+        """Whether this batch gives the same answers; tensors among them are added to the externals.
+
+        Args:
+            key_of: the shape and dtype of an external of the recording that asked.
+        """
+        if not reads:
+            return True
+        count, answering = len(self.externals), Answering(self._real)
+        for read in reads:
+            found = answering.result(read.operations)
+            if not read.inputs:
+                same = repr(found) == repr(read.answer)
+            else:
+                same = True
+                for external, tensor in zip(read.inputs, pytree.tree_leaves(found), strict=True):
+                    same = self.add_derived(tensor) == external and self.external_key(external.index) == key_of(external.index) and same
+            if not same:
+                self._forget(count, len(self.values))
+                return False
+        return True
+
+    def add_derived(self, tensor: Tensor) -> External:
+        """A tensor that was computed from the batch, whose shape depends on values, as a tensor from outside."""
+        index = len(self.externals)
+        for held in (self.sources, self.externals):
+            held.append(tensor)
+        self.external_versions.append(_version(tensor))
+        self.external_paths.append(f"derived from the batch #{index}")
+        return External(index)
+
+    def _real(self, place: object) -> object:
+        """The real tensor of an External or a Param; other values as they are."""
+        if isinstance(place, External):
+            return self.externals[place.index].detach()
+        return self.engine.buffer_now(place.name, self) if isinstance(place, Param) else place
+
+    def _variant(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> Call | None:
+        """An earlier recording of this first call of a tape whose code gets the same answers from this batch.
+
+        Raises:
+            NotRecorded: with these answers it cannot be recorded, or there were too many different answers.
+        """
+        known = self.engine.variants.get(self._variants_key(function, refs, spec), ())
+        for variant in known:
+            if self._answered_again(variant.reads, variant.shapes.__getitem__):
+                if variant.call is None:
+                    raise NotRecorded(variant.why)
+                self.values.extend(variant.values)
+                return variant.call
+        if len(known) >= MAX_ANSWERS:
+            asked = next(read.function for variant in known for read in variant.reads)
+            raise NotRecorded(
+                f"its code depends on values of the batch ({asked}), which were different in more than {MAX_ANSWERS} calls: ask for less "
+                "(`labels.max() >= n` instead of `labels.max().item()`), or make lengths multiples of a number"
+            )
+        return None
+
+    def _variants_key(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> tuple:
+        shapes = tuple(self.external_key(ref.index) for ref in refs if isinstance(ref, External))
+        return function, _hashable(refs), spec, shapes, torch.is_grad_enabled(), autocast_dtype(), len(self.calls), len(self.values)
+
+    def _keep_variant(self, key: tuple, reads: Sequence[Read], call: Call | None, why: str = "") -> None:
+        if not reads or any(isinstance(leaf, Ref) for leaf in key[1]):
+            return
+        shapes = {external.index: self.external_key(external.index) for read in reads for external in read.inputs}
+        values = tuple(self.values[key[-1] :])
+        variants = self.engine.variants
+        variants.setdefault(key, []).append(Variant(tuple(reads), shapes, call, values, why))
+        while len(variants) > MAX_QUESTIONED:
+            variants.pop(next(iter(variants)))
 
     def _follows(self, template: "Tape") -> bool:
         if self.backward_at is not None and self.backward_at != template.backward_at:
@@ -241,12 +337,20 @@ class Tape:
         tensor = self.externals[index]
         return tuple(tensor.shape), tensor.dtype
 
-    def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> "Call | _Plain":
+    def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence, varying: Collection[int]) -> "Call | _Plain":
         """Run the call on fake tensors."""
         fakes = [self.engine.fake(self._resolve(ref)) if isinstance(ref, (Ref, External, Param)) else ref for ref in refs]
         versions = [_version(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
-        result = self.engine.run_fake(function, args, kwargs)
+        recorder = self._recorder([(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if isinstance(ref, External) and i not in varying], args)
+        variants = self._variants_key(function, refs, spec)
+        try:
+            result = self.engine.run_fake(function, args, kwargs, recorder)
+        except (NotRecorded, CaptureError) as error:
+            if recorder is None or not recorder.reads:
+                raise
+            self._keep_variant(variants, recorder.reads, None, str(error))  # with other answers it may go another way
+            raise NotRecorded(str(error)) from error
         leaves, result_spec = pytree.tree_flatten(result)
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -270,8 +374,10 @@ class Tape:
             elif not _is_static(leaf):
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
-        return Call(
-            function=function,
+        reads = () if recorder is None else tuple(recorder.reads)
+        call = Call(
+            function=self.engine.answered(function, tuple(read.key for read in reads)),
+            asked=function,
             leaves=refs,
             spec=spec,
             results=tuple(indices),
@@ -281,7 +387,27 @@ class Tape:
             autocast=autocast_dtype(),
             writes=tuple(refs[i].index for i in written if isinstance(refs[i], Ref)),
             replaces=replaces,
+            reads=reads,
+            log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
         )
+        self._keep_variant(variants, reads, call)
+        return call
+
+    def _recorder(self, leaves: list, args: tuple) -> Recorder | None:
+        """What answers reads of values of the batch; None where the batch that a program gets is not the one that the loop gave."""
+        engine = self.engine
+        if not engine.answers_reads:
+            return None
+        numbers = engine.number_inputs(args)
+        buffers = [] if any(engine.is_model(call.function) for call in self.calls) else engine.fakes.of_buffers()
+
+        def add_input(tensor: Tensor) -> tuple[External, Tensor]:
+            external = self.add_derived(tensor)
+            return external, engine.fake(tensor)
+
+        leaves = [(fake, ref) for fake, ref in leaves if id(fake) not in numbers]
+        logs = [call.log for call in self.calls if call.log is not None]
+        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, Answering(self._real), add_input)
 
     def _check_writes(
         self, refs: tuple, given: Sequence, fakes: Sequence, written: Sequence[int], results: Sequence
@@ -375,7 +501,8 @@ class Tape:
             if call.replaces is not None:
                 leaves[call.replaces] = leaves[call.replaces].clone()  # a replay must not add to it again
             args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast):
+            answers = self.engine.answers(call.reads, {External(index): tensor for index, tensor in externals.items()})
+            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers:
                 result = call.function(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
@@ -395,11 +522,22 @@ class Tape:
 
     def key(self, calls: list[Call]) -> tuple:
         """Hashable identity of recorded calls, with the shapes and dtypes of the externals that they use."""
-        used = sorted({leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, External)})
+        used = sorted({index for call in calls for index in call.externals})
         return (
-            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast) for call in calls),
+            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers) for call in calls),
             tuple((index, *self.external_key(index)) for index in used),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A recording of a call, or why there is none, for the answers that its code got."""
+
+    reads: tuple[Read, ...]
+    shapes: Mapping[int, tuple]  # external -> shape and dtype, of tensors among the answers
+    call: Call | None
+    values: tuple[Tensor, ...]  # fake tensors that the call added
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,295 @@
+"""Decisions on values of the batch: what Python code asks of tensors that follow from the batch alone is answered from the batch.
+
+While code runs on fake tensors, `Recorder` logs the operators whose arguments come from the batch (or from buffers, or are constants). Where code
+needs a value of such a tensor (``if labels.max() >= n``, ``int(lengths.max())``), or an operator whose result's shape depends on one
+(``x[mask]``), PyTorch computes it from the real batch with the logged operators. The answer becomes a guard: at the next call the
+same operators give the answer for that batch, and another answer asks for another recording and another program. A tensor whose
+shape depends on values becomes an input of the program. What depends on parameters or random numbers is not answered.
+"""
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphacc._compat.torch_ import without_modes
+from graphacc.errors import CaptureError
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.tape import External, Param
+
+aten = torch.ops.aten
+
+MAX_ANSWERS = 8
+"""Different answers to the questions of one call that get a program; a call with another answer is run by PyTorch."""
+
+_DYNAMIC = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+            aten.bincount.default, aten.repeat_interleave.Tensor}  # fmt: skip
+"""Operators whose result's shape depends on values. `aten.index.Tensor` with a mask is written with `nonzero` (`_Masks`)."""
+
+_slots = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A value that a logged operator gave."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One logged operator; tensors among its leaves are a `Slot`, an `External`, a `Param`, or constants."""
+
+    function: torch._ops.OpOverload
+    leaves: tuple
+    spec: pytree.TreeSpec
+    results: tuple[Slot, ...]  # its tensors, in pytree order
+    written: frozenset[int]  # memory that it writes, as an identity
+
+    def run(self, env: dict[Slot, Tensor], resolve: Callable[[object], object]) -> object:
+        """Let PyTorch run it on real tensors."""
+        args, kwargs = pytree.tree_unflatten([env[leaf] if isinstance(leaf, Slot) else resolve(leaf) for leaf in self.leaves], self.spec)
+        result = self.function(*args, **kwargs)
+        env.update(zip(self.results, (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))))
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One question that code asked, and how it is answered from the batch."""
+
+    operations: tuple[Operation, ...]  # in order; the last one gives the answer
+    answer: object  # that it got: a number, or () where the result is tensors
+    inputs: "tuple[External, ...]"  # the tensors, as inputs of the program
+    spec: pytree.TreeSpec  # of the result
+
+    @property
+    def function(self) -> torch._ops.OpOverload:
+        return self.operations[-1].function
+
+    @property
+    def key(self) -> tuple:
+        return str(self.function), repr(self.answer), self.inputs
+
+
+class Answering:
+    """Answers reads from one batch; operators that several of them need run once."""
+
+    def __init__(self, resolve: Callable[[object], object]):
+        self._resolve = resolve
+        self._env: dict[Slot, Tensor] = {}
+
+    def result(self, operations: Sequence[Operation]) -> object:
+        """What the last operator gives."""
+        env = {} if any(operation.written for operation in operations) else self._env
+        with without_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for operation in operations[:-1]:
+                if not all(slot in env for slot in operation.results):
+                    operation.run(env, self._resolve)
+            return operations[-1].run(env, self._resolve)
+
+
+@dataclasses.dataclass
+class Log:
+    """What one recorded call did with tensors that follow from the batch."""
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    places: dict[int, object] = dataclasses.field(default_factory=dict)  # id of a fake tensor -> Slot, External or Param
+    tainted: set[int] = dataclasses.field(default_factory=set)  # memory that no longer holds what the log says
+    memory: dict[Slot, int] = dataclasses.field(default_factory=dict)
+    alive: list[Tensor] = dataclasses.field(default_factory=list)  # so that ids stay theirs
+
+
+class Recorder(TorchDispatchMode):
+    """Logs what follows from the batch, and answers reads of it.
+
+    Args:
+        leaves: (fake tensor, its External or Param) that code inside starts from.
+        earlier: logs of the calls before, whose results code inside may read.
+        answering: gives the answers.
+        add_input: (a tensor whose shape depends on values) -> (External, fake tensor).
+    """
+
+    def __init__(self, leaves: "Iterable[tuple[Tensor, External | Param]]", earlier: Sequence[Log], answering: Answering, add_input: Callable):
+        super().__init__()
+        self.log = Log()
+        self.reads: list[Read] = []
+        self._earlier = earlier
+        self._answering = answering
+        self._add_input = add_input
+        self._places: dict[int, object] = {}
+        self._tainted: set[int] = set()
+        for log in earlier:
+            self._places |= log.places
+            self._tainted |= log.tainted
+        self._sources: set[int] = set()  # memory of the leaves
+        for fake, place in leaves:
+            self._places[id(fake)] = place
+            self._sources.add(_memory(fake))
+            self.log.alive.append(fake)
+        self._masks = Masks()
+
+    def __enter__(self):
+        self._masks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._masks.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [self._place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        follows = torch.Tag.nondeterministic_seeded not in func.tags and not any(place is None for place, leaf in zip(places, leaves) if leaf is not None)
+        written = frozenset(_memory(leaf) for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor))
+        if follows and decides(func, args, kwargs):
+            return self._answer(func, places, spec)
+        result = func(*args, **kwargs)
+        if follows and not written & self._sources:
+            self._note(func, places, spec, result, written)
+        elif written:
+            self._tainted |= written
+            self.log.tainted |= written
+        return result
+
+    def _place(self, tensor: Tensor) -> object:
+        """Where a tensor comes from; None if it does not follow from the batch."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        return None if _memory(tensor) in self._tainted else self._places.get(id(tensor))
+
+    def _note(self, func, places: Sequence, spec: pytree.TreeSpec, result: object, written: frozenset[int]) -> Operation | None:
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return None
+        slots = tuple(Slot(next(_slots)) for _ in tensors)
+        for tensor, slot in zip(tensors, slots):
+            self._places[id(tensor)] = self.log.places[id(tensor)] = slot
+            self.log.memory[slot] = _memory(tensor)
+            self.log.alive.append(tensor)
+        self.log.operations.append(Operation(func, tuple(places), spec, slots, written))
+        return self.log.operations[-1]
+
+    def _answer(self, func, places: Sequence, spec: pytree.TreeSpec) -> object:
+        needed = self._needed([place for place in places if isinstance(place, Slot)])
+        question = Operation(func, tuple(places), spec, (), frozenset())
+        found = self._answering.result([*needed, question])
+        leaves, result_spec = pytree.tree_flatten(found)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            self.reads.append(Read((*needed, question), found, (), result_spec))
+            return found
+        with without_modes():
+            added = [self._add_input(leaf) for leaf in leaves]
+        result = pytree.tree_unflatten([fake for _, fake in added], result_spec)
+        for external, fake in added:
+            self._places[id(fake)] = self.log.places[id(fake)] = external
+            self._sources.add(_memory(fake))
+            self.log.alive.append(fake)
+        self.reads.append(Read((*needed, question), (), tuple(external for external, _ in added), result_spec))
+        return result
+
+    def _needed(self, slots: Iterable[Slot]) -> list[Operation]:
+        """The logged operators that values depend on, in order: those that made them, or wrote into their memory."""
+        memory = {slot: place for log in (*self._earlier, self.log) for slot, place in log.memory.items()}
+        wanted, found = set(slots), []
+        held = {memory[slot] for slot in wanted}
+        for operation in reversed([operation for log in (*self._earlier, self.log) for operation in log.operations]):
+            if wanted.isdisjoint(operation.results) and held.isdisjoint(operation.written):
+                continue
+            found.append(operation)
+            more = {leaf for leaf in operation.leaves if isinstance(leaf, Slot)}
+            wanted |= more
+            held |= {memory[slot] for slot in more}
+        return found[::-1]
+
+    def kept_log(self, results: Iterable[Tensor]) -> Log | None:
+        """The log, if a later call can depend on it."""
+        matters = self.log.tainted or any(operation.written for operation in self.log.operations) or any(id(result) in self.log.places for result in results)
+        return self.log if matters else None
+
+
+class Answers(TorchDispatchMode):
+    """Gives code that is captured the answers that it got when it was recorded, in the same order.
+
+    Args:
+        inputs: External -> its traced tensor.
+    """
+
+    def __init__(self, reads: Sequence[Read], inputs: "Mapping[External, Tensor]"):
+        super().__init__()
+        self._left = list(reads)
+        self._inputs = inputs
+        self._masks = Masks()
+
+    def __enter__(self):
+        self._masks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._masks.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not decides(func, args, kwargs):
+            return func(*args, **kwargs)
+        if not self._left or self._left[0].function is not func:
+            raise CaptureError(f"the code asked for values of tensors ({func}) in another order than when it was recorded: its control flow is not fixed")
+        read = self._left.pop(0)
+        if not read.inputs:
+            return read.answer
+        return pytree.tree_unflatten([self._inputs[external] for external in read.inputs], read.spec)
+
+
+class Masks(TorchFunctionMode):
+    """Turns functions that take values out of tensors unseen into such that ask for them.
+
+    What a mask selects is selected by the indices of its true elements, in forward and backward: only their number depends on values.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+            numbers = pytree.tree_map_only(Tensor, lambda element: element.item() if element.dim() == 0 else element.tolist(), args[0])
+            return func(numbers, *args[1:], **kwargs)
+        if func in (Tensor.masked_select, torch.masked_select) and len(args) == 2 and not kwargs:
+            x, mask = torch.broadcast_tensors(*args)
+            func, args = Tensor.__getitem__, (x, mask)
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(_is_mask(item) for item in index):
+                args = args[0], tuple(part for item in index for part in (torch.nonzero(item).unbind(1) if _is_mask(item) else (item,)))
+        return func(*args, **kwargs)
+
+
+def _is_mask(item: object) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+
+
+def decides(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether Python code, or the shape of a result, depends on the values of the arguments."""
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return func in _DYNAMIC or torch.Tag.data_dependent_output in func.tags
+
+
+def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, args)} | kwargs
+    named = [given[argument.name] for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given]
+    return pytree.tree_leaves(named)
+
+
+def _memory(fake: Tensor) -> int:
+    return fake.untyped_storage()._cdata
