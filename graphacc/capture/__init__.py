@@ -1,7 +1,7 @@
 """Capture: nn.Module and optimizer in, StepGraph (or HloStep) out."""
 
 from graphacc.capture.backend import FX, Backend
-from graphacc.capture.model import Batch, ForwardFn, capture_forward, capture_joint
+from graphacc.capture.model import Batch, ForwardFn, capture_forward, capture_joint, capture_vjp
 from graphacc.capture.optimizer import hyperparameters, init_optimizer_state
 from graphacc.capture.stitch import stitch
 from graphacc.capture.update import Transform, capture_update
@@ -15,6 +15,7 @@ __all__ = [
     "capture_forward",
     "capture_joint",
     "capture_update",
+    "capture_vjp",
     "hyperparameters",
     "init_optimizer_state",
     "stitch",

@@ -77,7 +77,41 @@ def capture_forward(
     Raises:
         CaptureError: the model cannot be captured.
     """
-    return _capture(model, fn, batch, precision, _without_gradients, backend)
+    return _capture(model, fn, batch, precision, _without_gradients, backend, hooks=False)
+
+
+def capture_vjp(
+    model: nn.Module, fn: ForwardFn, batch: Batch, *, seeds: Sequence[int], inputs: Sequence[int], precision: str = "fp32", backend: Backend = FX
+) -> StepGraph | HloStep:
+    """Capture the vector-Jacobian product of the outputs of `fn`.
+
+    Args:
+        batch: the leaves that `fn` reads, and gradients of its outputs.
+        seeds: which leaves are the gradients, one for every output.
+        inputs: which leaves get a gradient.
+
+    Returns:
+        A graph with inputs PARAM, BUFFER, BATCH and KEY, and outputs GRAD, and USER "input <leaf>" for the leaves that receive one. Hooks
+        of parameters are not in it: autograd runs them.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+
+    def program(parameters: dict[str, Tensor], forward: Forward, leaves: list[Tensor]) -> Results:
+        return _vector_jacobian_product(parameters, forward, [leaves[i] for i in seeds], {f"input {i}": leaves[i] for i in inputs})
+
+    return _without_buffers(_capture(model, fn, batch, precision, program, backend, wanted=frozenset(inputs), hooks=False))
+
+
+def _without_buffers(step: StepGraph | HloStep) -> StepGraph | HloStep:
+    """Without the outputs of buffers that the forward part changes a second time."""
+    kept = [i for i, out in enumerate(step.outputs) if out.kind is not Kind.BUFFER]
+    results = step.results
+    step.graph.output_node().args = (tuple(results[i] for i in kept),)
+    step.outputs = tuple(step.outputs[i] for i in kept)
+    step.graph.eliminate_dead_code()
+    return step
 
 
 def _capture(
@@ -85,8 +119,10 @@ def _capture(
     fn: ForwardFn,
     batch: Batch,
     precision: str,
-    program: Callable[[dict[str, Tensor], Forward], Results],
+    program: Callable[[dict[str, Tensor], Forward, list[Tensor]], Results],
     backend: Backend,
+    wanted: frozenset[int] = frozenset(),
+    hooks: bool = True,
 ) -> StepGraph | HloStep:
     if precision not in ("fp32", "bf16"):
         raise CaptureError(f"precision={precision!r} is unknown: use 'fp32' or 'bf16'")
@@ -99,9 +135,10 @@ def _capture(
 
     def run(tensors: list[Tensor]) -> Results:
         ends = len(parameters), len(parameters) + len(buffers)
-        trained = [_leaf(item, tensor) for item, tensor in zip(parameters, tensors)]
-        held, leaves = tensors[ends[0] : ends[1]], tensors[ends[1] : -1]
-        computed, leaves = (_to_bf16(trained), _to_bf16(leaves)) if precision == "bf16" else (trained, leaves)
+        trained = [_leaf(item, tensor, hooks) for item, tensor in zip(parameters, tensors)]
+        held = tensors[ends[0] : ends[1]]
+        given = [leaf.detach().requires_grad_() if i in wanted else leaf for i, leaf in enumerate(tensors[ends[1] : -1])]
+        computed, leaves = (_to_bf16(trained), _to_bf16(given)) if precision == "bf16" else (trained, given)
         stand_ins = dict(zip((id(item.tensor) for item in [*parameters, *buffers]), [*computed, *held]))
         substitute(model, stand_ins)
 
@@ -109,7 +146,7 @@ def _capture(
             with computing_in(precision, backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
                 return fn(model, leaves)
 
-        results = program(dict(zip((item.name for item in parameters), trained)), forward)
+        results = program(dict(zip((item.name for item in parameters), trained)), forward, given)
         results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, tensors)]
         return results + [(Kind.BUFFER, item.name, _current(model, item.name).detach()) for item in buffers]
 
@@ -132,8 +169,10 @@ def _capture(
     return _with_trainable(step)
 
 
-def _leaf(item: Named, tensor: Tensor) -> Tensor:
-    """A leaf for a parameter, with the hooks that the user registered on it."""
+def _leaf(item: Named, tensor: Tensor, hooks: bool) -> Tensor:
+    """A leaf for a parameter, with the hooks that the user registered on it if they belong to the program."""
+    if not hooks:
+        return tensor.detach().requires_grad_(item.tensor.requires_grad)
     if item.tensor._post_accumulate_grad_hooks:
         raise CaptureError(
             f"parameter {item.name!r} has a hook that runs when its gradient is accumulated "
@@ -146,17 +185,31 @@ def _leaf(item: Named, tensor: Tensor) -> Tensor:
     return leaf
 
 
-def _without_gradients(parameters: dict[str, Tensor], forward: Forward) -> Results:
+def _without_gradients(parameters: dict[str, Tensor], forward: Forward, leaves: list[Tensor]) -> Results:
     with torch.no_grad():
         loss, outputs = forward()
     return _loss_result(loss) + _user_results(outputs)
 
 
-def _with_gradients(parameters: dict[str, Tensor], forward: Forward) -> Results:
+def _vector_jacobian_product(parameters: dict[str, Tensor], forward: Forward, seeds: list[Tensor], inputs: dict[str, Tensor]) -> Results:
+    with torch.enable_grad():
+        _, outputs = forward()
+        pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
+        _note_backward([output for output, _ in pairs])
+        trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        wanted = [*trained.values(), *inputs.values()]
+        seeds = [seed.to(output.dtype) for output, seed in pairs]
+        gradients = torch.autograd.grad([output for output, _ in pairs], wanted, seeds, allow_unused=True) if pairs and wanted else []
+    annotate_nodes({"phase": Phase.FORWARD, "module_path": "", "stack_trace": ""})
+    names = [*((Kind.GRAD, name) for name in trained), *((Kind.USER, name) for name in inputs)]
+    return [(kind, name, grad) for (kind, name), grad in zip(names, gradients) if grad is not None]
+
+
+def _with_gradients(parameters: dict[str, Tensor], forward: Forward, leaves: list[Tensor]) -> Results:
     with torch.enable_grad():
         loss, outputs = forward()
         _check_loss(loss)
-        _note_backward(loss)
+        _note_backward([loss])
         wanted = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     annotate_nodes({"phase": Phase.FORWARD, "module_path": "", "stack_trace": ""})
@@ -194,10 +247,10 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _note_backward(loss: Tensor) -> None:
+def _note_backward(results: Sequence[Tensor]) -> None:
     """Let every backward node say which forward operator it belongs to, as ``meta["custom"]["sequence"]``."""
     annotate_nodes({"phase": Phase.BACKWARD})
-    seen, stack = set(), [loss.grad_fn]
+    seen, stack = set(), [result.grad_fn for result in results]
     while stack:
         function = stack.pop()
         if function is None or function in seen:

@@ -136,7 +136,8 @@ def keyed_randomness(seed: int, counter: int, first: int = 0) -> TorchDispatchMo
 class _Keyed(TorchDispatchMode):
     def __init__(self, key: Tensor, first: int):
         super().__init__()
-        self._table = Streams(key, first).table()
+        self._streams = Streams(key, first)
+        self._table = self._streams.table()
         self._in_place = {
             aten.bernoulli_.float: aten.bernoulli.p,
             aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
@@ -144,6 +145,11 @@ class _Keyed(TorchDispatchMode):
             aten.normal_.default: aten.normal_functional.default,
             aten.exponential_.default: aten.exponential.default,
         }
+
+    @property
+    def count(self) -> int:
+        """The number of the next stream."""
+        return self._streams.count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

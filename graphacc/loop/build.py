@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphacc import hlo
-from graphacc.capture import Backend, Batch, capture_forward, capture_joint, capture_update, stitch
+from graphacc.capture import Backend, Batch, capture_forward, capture_joint, capture_update, capture_vjp, stitch
 from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
@@ -121,6 +121,26 @@ def forward_graph(
     batch = batch_of(tape, tape.forward_calls)
     step = _renumber(capture_forward(model, forward, batch, precision=precision, backend=backend), outputs)
     return step if keep_buffers else _without_outputs(step, Kind.BUFFER)
+
+
+def vjp_graph(backend: Backend, model: nn.Module, tape: Tape, outputs: Sequence[int], inputs: Sequence[int], precision: str) -> Step:
+    """From gradients of the values `outputs` to those of the externals `inputs` and of the parameters; the forward part is computed in it, too."""
+    batch = batch_of(tape, tape.forward_calls)
+    count = len(batch.leaves)
+
+    def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[None, list[Tensor]]:
+        env: dict[int, Tensor] = {}
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves[:count])), _named(module))
+        return None, [env[i] for i in outputs]
+
+    seeds = tuple(torch.empty(tape.values[i].shape, dtype=tape.values[i].dtype, device="meta") for i in outputs)
+    batch = Batch(leaves=batch.leaves + seeds, paths=batch.paths + tuple(gradient_path(i) for i in outputs))
+    return capture_vjp(model, forward, batch, seeds=range(count, count + len(seeds)), inputs=inputs, precision=precision, backend=backend)
+
+
+def gradient_path(index: int) -> str:
+    """What the gradient of a value is called as an input."""
+    return f"gradient of result {index}"
 
 
 def accumulating(joint: Step) -> Step:

@@ -6,11 +6,14 @@ run a "forward" program. All programs share one state on the devices.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +26,27 @@ from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError
 from graphacc.graph import Kind
-from graphacc.loop import build, collector
+from graphacc.loop import build, collector, regions
 from graphacc.loop.decisions import Answers, Read, Recorder
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
 from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
+from graphacc.loop.islands import Islands
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import NotRecorded, Promise, to_values, written_too_early
-from graphacc.loop.tape import Tape, Variant, autocast_dtype
+from graphacc.loop.tape import Call, Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 
 log = logging.getLogger("graphacc")
 
 NOT_COMPILED = (CaptureError, LoweringError)
 """Errors of code that cannot be compiled: PyTorch runs it instead. A GraphError is a defect of a pass, and is not hidden by that."""
+
+MAX_TEMPLATES = 8
+"""Finished recordings that a new one is compared with."""
 
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
@@ -68,10 +75,11 @@ class ModelCall:
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
     answers: tuple = ()  # that its code got to questions for values of the batch
+    path: str = ""  # of the submodule that is called; the model itself
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.state, self.inputs, self.answers))
+        return hash((self.mode, self.state, self.inputs, self.answers, self.path))
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,10 +97,17 @@ class ModelCall:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = engine.written.get(self, Written())
             with engine.direct_calls(), engine.guards.given(written.before | inputs, (*written.tensors, *written.others)):
-                result = engine.model(*args, **kwargs)
+                result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors)
         finally:
             _set_training(modules, now)
+
+
+@dataclasses.dataclass
+class Elapsed:
+    """A time that is being measured."""
+
+    seconds: float = 0.0
 
 
 class Engine:
@@ -107,7 +122,11 @@ class Engine:
         self.handles = manage(self, model)
         self.fakes = Fakes(model, self.handles)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
-        self.template: Tape | None = None  # the last finished recording, to recognise the next one quickly
+        self.template: Tape | None = None  # the last finished recording: numbers are compared with those in it
+        self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly
+        self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
+        self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads
+        self.differentiates_twice = False  # a gradient of a region's gradient was wanted
         self.pending: Tape | None = None  # had its backward, not yet run
         self.accumulated: set[str] = set()  # parameters whose gradient so far lies on the devices
         self.bindings: dict[int, Binding] = {}
@@ -119,6 +138,7 @@ class Engine:
         self.tracing = False  # a graph is captured
         self.torch_steps = False  # an optimizer's own step runs: gradients have to be ordinary tensors
         self.eager: dict[str, int] = {}  # what PyTorch runs, and why -> how often
+        self.eager_seconds: dict[str, float] = {}  # the same -> time on the host, where it was measured
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
         self.losses = LossWatch(options.nan_loss)
         self.fallback = Fallback(options.capture, programs.strategy)
@@ -130,6 +150,7 @@ class Engine:
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
         self.written: dict[ModelCall, Written] = {}
         self.verifier = Verifier(self)
+        self.islands = Islands(self)
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
 
@@ -163,46 +184,100 @@ class Engine:
             if swapped := self._swapped():
                 return self._call_eagerly(original, args, kwargs, swapped)
             function = self._function()
-            why = self._refused.get(function) or self._needs_autograd(args, kwargs)
+            why, wanted = self._refused.get(function), self._needs_autograd(args, kwargs)
+            in_parts = why is not None  # what is refused may have parts that are not
+            if why is None and wanted is not None:
+                why = None if regions.possible(self) else wanted
             if why is None:
                 try:
-                    return self._record(function, args, kwargs)
+                    if wanted is not None:
+                        args, kwargs = self._differentiable_arguments(args, kwargs, wanted)
+                    return self._record(function, args, kwargs, as_region=wanted is not None)
                 except NotRecorded as reason:
                     why = str(reason)
                 except NOT_COMPILED as error:
                     if self.options.capture != "auto":
                         raise
                     why = self._refused[function] = _explanation(error)
-            return self._call_eagerly(original, args, kwargs, why)
+                in_parts = True
+            return self._call_eagerly(original, args, kwargs, why, in_parts)
 
-    def _function(self) -> "ModelCall":
-        """The model as it is now."""
+    def call_part(self, path: str, args: tuple, kwargs: dict):
+        """A call of a submodule by the model's own code, which PyTorch runs: as a compiled region.
+
+        Raises:
+            NotRecorded: PyTorch has to run it.
+            CaptureError, LoweringError: it cannot be compiled.
+        """
+        function = self._function(path)
+        if function in self._refused:
+            raise NotRecorded(self._refused[function])
+        with self._outside_of_code(), self.timed() as found:
+            try:
+                result = self._record(function, args, kwargs, as_region=True)
+            except NOT_COMPILED as error:
+                self._refused[function] = _explanation(error)
+                raise
+        use = self.regions.setdefault(name := self._name_of(path), regions.Use(name))
+        use.forwards += 1
+        use.seconds += found.seconds
+        return result
+
+    @contextlib.contextmanager
+    def _outside_of_code(self) -> Iterator[None]:
+        """As between calls of the model, although its code is running; it finds buffers as they are then."""
+        before, self._capturing = self._capturing, None
+        try:
+            yield
+            for handle in self.handles.values():
+                if handle.kind is Kind.BUFFER:
+                    handle.refresh()
+        finally:
+            self._capturing = before
+
+    def _function(self, path: str = "") -> "ModelCall":
+        """The model, or a submodule, as it is now."""
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers))
+        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path)
 
-    def _record(self, function: "ModelCall", args: tuple, kwargs: dict):
-        trains = torch.is_grad_enabled() and any(h.tensor.requires_grad for h in self.handles.values())
+    def _differentiable_arguments(self, args: tuple, kwargs: dict, why: str) -> tuple[tuple, dict]:
+        """The arguments as tensors of PyTorch's autograd."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Promise) and leaf.requires_gradient and torch.is_grad_enabled():
+                leaf.tape.engine.make_differentiable(leaf.tape, why)
+        return to_values(args, kwargs)
+
+    def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
+        trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
         if not trains:
             self.settle_buffers()
-        tape = self._recording() if trains else self._new_tape()
+        tape = self._recording() if trains and not as_region else self._new_tape()
+        tape.takes_gradients = as_region
         inputs = self.guards.inputs()
         try:
             result, tensors = tape.record(function, (inputs, args, kwargs), {})
         except NewInput:
-            return self._record(self._function(), args, kwargs)
+            return self._record(self._function(function.path), args, kwargs, as_region)
         except NOT_COMPILED:
             if not self.guards.numbers:
                 raise
             for label in list(self.guards.numbers):  # one of them is needed as a number of Python
                 self.guards.fix(label)
-            return self._record(self._function(), args, kwargs)
+            return self._record(self._function(function.path), args, kwargs, as_region)
+        if function.path and any(isinstance(leaf, Opaque) for leaf in tape.calls[-1].result_leaves):
+            raise NotRecorded("it returns an object that a program cannot return")
         self.guards.write(self.written[tape.calls[-1].function].others)
         if not trains:
             self._run_forward(tape, tape.live(), keep_buffers=True)
             tape.closed = True
+            self._remember(tape)
             result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+        elif as_region:
+            self.make_differentiable(tape, "an argument requires a gradient")
+            if function.path or tape.region is None or tape.region.num_differentiable <= 1:
+                result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         self.guards.write(tensors)
         return result
 
@@ -219,17 +294,31 @@ class Engine:
                 return f"an argument of shape {list(leaf.shape)} requires a gradient"
         return None
 
-    def _call_eagerly(self, original: Callable, args: tuple, kwargs: dict, why: str):
-        """Let PyTorch run a call of the model on the current values of its parameters."""
-        self._note_eager(f"the model {type(self.model).__name__}", why)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Promise) and leaf.requires_gradient and torch.is_grad_enabled():
-                leaf.tape.engine.run_eagerly(leaf.tape, why)
+    def _call_eagerly(self, original: Callable, args: tuple, kwargs: dict, why: str, in_parts: bool = False):
+        """Let PyTorch run a call of the model on the current values of its parameters; with `in_parts` compiled where that is possible."""
+        args, kwargs = self._differentiable_arguments(args, kwargs, why)
         if self.tape is not None and self.tape is not self.pending and not self.tape.live():
             self._end_recording()
-        args, kwargs = to_values(args, kwargs)
-        with self.on_host():
+        parts = self.islands.compiled_parts() if in_parts and regions.possible(self) else contextlib.nullcontext()
+        with self.noted_eager(f"the model {type(self.model).__name__}", why), self.on_host(), parts:
             return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def noted_eager(self, what: str, why: str) -> Iterator[None]:
+        """PyTorch runs the block in the place of a compiled program; what compiled parts take in it is not its time."""
+        text = self._note_eager(what, why)
+        before = sum(use.seconds for use in self.regions.values())
+        with self.timed() as found:
+            yield
+        compiled = sum(use.seconds for use in self.regions.values()) - before
+        self.eager_seconds[text] = self.eager_seconds.get(text, 0.0) + found.seconds - compiled
+
+    @contextlib.contextmanager
+    def timed(self) -> "Iterator[Elapsed]":
+        """Measure the time of the block, without capturing and compiling."""
+        found, start, building = Elapsed(), time.perf_counter(), self.programs.build_seconds
+        yield found
+        found.seconds = time.perf_counter() - start - (self.programs.build_seconds - building)
 
     @contextlib.contextmanager
     def on_host(self, ahead: Tape | None = None) -> Iterator[None]:
@@ -257,20 +346,92 @@ class Engine:
         pending, tape = self.pending, self.tape
         if not self.in_loop_thread:
             return
+        if tape is not None and ahead is not None and tape.serial == ahead.serial:
+            tape = None
         if pending is not None and pending is not ahead and not pending.has_run and self._writes_buffers(pending):
             self._run_grad(pending)
-        if tape is not None and tape is not ahead and tape.backward_at is None and not tape.closed and self._writes_buffers(tape):
-            self.run_eagerly(tape, "a buffer that a call of the model has changed is read before backward()")
+        if tape is not None and tape.backward_at is None and not tape.closed and self._writes_buffers(tape):
+            self.make_differentiable(tape, "a buffer that a call of the model has changed is read before backward()")
 
     def _writes_buffers(self, tape: Tape) -> bool:
         return any(isinstance(call.function, ModelCall) and self.written[call.function].buffers for call in tape.forward_calls)
 
-    def _note_eager(self, what: str, why: str) -> None:
-        """Say once what PyTorch runs in the place of a compiled program."""
+    def _note_eager(self, what: str, why: str) -> str:
+        """Say once what PyTorch runs in the place of a compiled program; returns what was said."""
         text = f"{what} runs by PyTorch, not compiled: {why}"
         if text not in self.eager:
             log.warning("graphacc: %s%s", text, f"\n  at {line}" if (line := calling_line()) else "")
         self.eager[text] = self.eager.get(text, 0) + 1
+        return text
+
+    def make_differentiable(self, tape: Tape, why: str) -> None:
+        """Make the promises of a recording ordinary results of autograd: by a compiled region, or by PyTorch.
+
+        Raises:
+            LoopError: see `run_eagerly`.
+        """
+        if tape.is_eager or not regions.possible(self, tape):
+            return self.run_eagerly(tape, why)
+        with self.lock:
+            try:
+                self._run_region(tape)
+            except NOT_COMPILED as error:
+                self._refuse(tape, error)
+            if not tape.is_eager:
+                self.run_eagerly(tape, why)
+        return None
+
+    def _run_region(self, tape: Tape) -> None:
+        """Run the calls of a recording as a region; functions of the model's results by PyTorch, if the loop holds both.
+
+        Leaves the recording as it is where a region cannot do it.
+        """
+        calls, outputs = tape.forward_calls, tape.live()
+        path = next((call.function.path for call in calls if isinstance(call.function, ModelCall)), "")
+        rest = []
+        if any(regions.depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other) and len(calls) > 1:
+            if [isinstance(call.function, ModelCall) for call in calls] != [True] + [False] * (len(calls) - 1):
+                return
+            rest = calls[1:]
+        part = copy.copy(tape)
+        part.calls = calls[:1] if rest else calls
+        read = {index for call in rest for index in tape.reads(call)}
+        region = regions.Region(self, part, self._name_of(path), [index for index in part.calls[0].results if index in {*read, *outputs}] if rest else outputs)
+        with self.timed() as found:
+            region.run()
+        tape.has_run = True
+        if not path:  # `call_part` counts the others, with what recording them takes
+            region.use.forwards += 1
+            region.use.seconds += found.seconds
+        if rest and not self._run_rest(tape, rest, {index: tape.value(index) for index in region.outputs}):
+            return
+        tape.is_eager, tape.region = True, region
+        self._close(tape)
+
+    def _run_rest(self, tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:
+        """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
+        externals = {index: self._whole_external(tape, index) for call in calls for index in call.externals}
+        drawn = keyed_randomness(self.seed, tape.counter)
+        with self._buffers_kept(True, {}), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
+            tape.replay(calls, env, externals, {name: handle.tensor for name, handle in self.handles.items()})
+        if drawn.count:
+            return False
+        for value, tensor in env.items():
+            tape.fulfil(value, tensor)
+        return True
+
+    def _name_of(self, path: str) -> str:
+        return f"the submodule {path} ({type(self.model.get_submodule(path)).__name__})" if path else f"the model {type(self.model).__name__}"
+
+    def refuse_region(self, tape: Tape, error: Exception) -> None:
+        """The backward of a region cannot be compiled: PyTorch runs it, and such calls from now on."""
+        self._refuse(tape, error)
+        self._note_eager("a backward", _explanation(error))
+
+    def note_differentiated_twice(self) -> None:
+        """A backward is itself differentiated: PyTorch runs it, and such calls from now on."""
+        self.differentiates_twice = True
+        self._note_eager("a backward", "it is differentiated itself (create_graph=True); calls whose gradient flows on are run by PyTorch from now on")
 
     def run_eagerly(self, tape: Tape, why: str) -> None:
         """Let PyTorch run the calls of a recording again: its promises become ordinary results of autograd.
@@ -300,17 +461,22 @@ class Engine:
         """Give every promise of a recording its final value: the loop is about to write into one."""
         with self.lock:
             if tape.backward_at is None:
-                self.run_eagerly(tape, why)
+                self.make_differentiable(tape, why)
             elif not tape.closed:
                 self._force(tape)
 
-    def _replay_on_host(self, tape: Tape) -> dict[int, Tensor]:
-        """Every value of the forward part, and of what was computed from it since, as PyTorch computes it, with gradients."""
-        externals = dict(enumerate(self._whole_external(tape, i) for i in range(len(tape.externals))))
+    def _replay_on_host(self, tape: Tape, given: Mapping[int, Tensor] = MappingProxyType({}), buffers: Mapping[str, Tensor] = MappingProxyType({})) -> dict[int, Tensor]:
+        """Every value of the forward part, and of what was computed from it since, as PyTorch computes it, with gradients.
+
+        Args:
+            given: externals in the place of those on the tape.
+            buffers: values that buffers have meanwhile, by name.
+        """
+        externals = dict(enumerate(self._whole_external(tape, i) for i in range(len(tape.externals)))) | given
         self._check_parameters_unchanged(tape)
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
-        with self._buffers_kept(tape.has_run), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with self._buffers_kept(tape.has_run, buffers), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             named = {name: handle.tensor for name, handle in self.handles.items()}
             with keyed_randomness(self.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)
@@ -322,12 +488,14 @@ class Engine:
         return env
 
     @contextlib.contextmanager
-    def _buffers_kept(self, kept: bool) -> Iterator[None]:
-        """Restore the buffers afterwards, if a program has already changed them."""
+    def _buffers_kept(self, kept: bool, meanwhile: Mapping[str, Tensor]) -> Iterator[None]:
+        """Restore the buffers afterwards, if a program has already changed them; inside some have other values."""
         buffers = [handle for handle in self.handles.values() if kept and handle.kind is Kind.BUFFER]
         for handle in buffers:
             handle.refresh()
         before = {handle.name: handle.host_value().clone() for handle in buffers}
+        for name, value in meanwhile.items():
+            self.handles[name].overwrite(value)
         yield
         for name, value in before.items():
             self.handles[name].overwrite(value)
@@ -475,6 +643,8 @@ class Engine:
         with self.autocast(autocast_dtype()):
             if isinstance(function, ModelCall):
                 with self.direct_calls():
+                    if function.path:  # PyTorch runs what torch.fx cannot follow
+                        return self._infer_answered(function, *args, recorder)
                     return self.fallback.attempt(lambda: self._infer_answered(function, *args, recorder))
             try:
                 return self.fakes.run(function, args, kwargs, recorder)
@@ -506,7 +676,7 @@ class Engine:
                 self.guards.write(inputs)
                 buffers = self.fakes.buffers()
                 try:
-                    result = call(args, kwargs, recorder)
+                    result = call(function.path, args, kwargs, recorder)
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)
@@ -560,7 +730,7 @@ class Engine:
             raise error
         for call in tape.forward_calls:
             if isinstance(call.function, ModelCall):
-                self._refused[call.function] = _explanation(error)
+                self._refused[call.asked] = _explanation(error)
 
     def _settle_pending(self) -> None:
         """Before another backward: the gradients of the last one go to the accumulators."""
@@ -700,7 +870,8 @@ class Engine:
             except NOT_COMPILED as error:
                 self._refuse(tape, error)
                 return self._gradients_by_pytorch(tape, str(error))
-        return {name: self.programs.fetch(Kind.GRAD, name) for name in tape.grad_values if name in self.accumulated}
+        read = {index for call in tape.gradient_calls for index in tape.reads(call)}  # also one that the loop has replaced since
+        return {name: self.programs.fetch(Kind.GRAD, name) for name, index in tape.grad_values.items() if name in self.accumulated or index in read}
 
     def _gradients_by_pytorch(self, tape: Tape, why: str) -> dict[str, Tensor]:
         self._note_eager("a step's forward and backward", why)
@@ -731,8 +902,15 @@ class Engine:
     def _close(self, tape: Tape) -> None:
         tape.closed = True
         self.template = tape
+        self._remember(tape)
         if self.tape is tape:
             self.tape = None
+
+    def _remember(self, tape: Tape) -> None:
+        """Keep a finished recording to recognise later ones, which follow the first of those that are kept."""
+        found = tape.as_template()
+        others = [template for template in self.recent if not template.is_like(found)]
+        self.recent = [found, *others][:MAX_TEMPLATES]
 
     # ---- running
 
@@ -903,6 +1081,9 @@ class Engine:
         """The update alone, from gradients on the devices (and from the host, where the loop wrote them)."""
         if tape is not None and not tape.has_run:
             self._run_grad(tape)
+        if tape is not None and any(name in tape.grad_values and name not in tape.grad_bindings for name in names):
+            self._force(tape)  # code on gradients reads one that the loop has meanwhile replaced
+            tape = None
         if tape is None:
             tape = Tape(self, self.counter)
         for name in names:
@@ -921,6 +1102,8 @@ class Engine:
         with self.verifier.watching(compiled, tape, binding=binding, code=code):
             self._fulfil(tape, self._run(compiled, tape, binding=binding))
         binding.copies = {}
+        if self.pending is tape:
+            self.pending = None  # the next step may have gradients that PyTorch computed
         self._close(tape)
 
     def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:
@@ -1047,6 +1230,7 @@ class Engine:
         if self.tape is not None:
             self._close(self.tape)
         self.tape = self.template = self.pending = None
+        self.recent.clear()
         self.accumulated.clear()
         self.host_grads.clear()
         for handle in self.handles.values():

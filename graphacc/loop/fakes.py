@@ -50,8 +50,8 @@ class Fakes:
         with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext():
             return function(*args, **kwargs)
 
-    def call_model(self, args: tuple, kwargs: dict, recorder: Recorder | None):
-        """Call the model itself, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
+    def call_model(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
+        """Call the model, or the submodule at `path`, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
 
         Raises:
             CaptureError: its code asks for a tensor's values; names the line.
@@ -59,10 +59,10 @@ class Fakes:
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
         branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
-        with self._mode, compiling(), branches, WrittenOut(), explained(f"the model {type(self.model).__name__}"), answers:
-            return self.model(*args, **kwargs)
+        with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers:
+            return self.model.get_submodule(path)(*args, **kwargs)
 
-    def call_model_lazily(self, args: tuple, kwargs: dict, recorder: Recorder | None):
+    def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
         return infer_call(self.model, self.model_tensors(), args, kwargs, self._like)
 
@@ -97,3 +97,7 @@ class Fakes:
                 fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
                 self._managed[handle.name] = fake
             return fake
+
+
+def _name(model: nn.Module, path: str) -> str:
+    return f"the submodule {path} ({type(model.get_submodule(path)).__name__})" if path else f"the model {type(model).__name__}"

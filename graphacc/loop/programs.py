@@ -103,6 +103,7 @@ class Programs:
             self.mesh = make_mesh(strategy, select_devices(num_devices))
         self.state = TrainState(self.mesh)
         self.compiled: list[Compiled] = []
+        self.build_seconds = 0.0  # that capturing and compiling took
         self.num_let_go = 0  # programs that were dropped for newer ones
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
@@ -122,8 +123,10 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
+            start = time.perf_counter()
             with collector.paused(), kept_random_state():
                 self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
+            self.build_seconds += time.perf_counter() - start
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
             if len(self._by_key) > MAX_PROGRAMS:
@@ -159,8 +162,13 @@ class Programs:
             self._agreements[key] = agree(self._labels[key], description)
         return graph
 
-    def run(self, compiled: Compiled, feeds: Mapping[tuple[Kind, str], object]) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
+    def run(
+        self, compiled: Compiled, feeds: Mapping[tuple[Kind, str], object], *, keep_gradients: bool = True
+    ) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
         """Run a program on the state and on `feeds` (the inputs that are no state: a tensor or a number each).
+
+        Args:
+            keep_gradients: gradients become state; without, they are returned.
 
         Returns:
             For each output that is no state, a function that fetches the value to the host.
@@ -169,7 +177,7 @@ class Programs:
         results = compiled.program(*(self._argument(compiled, item, feeds) for item in graph.inputs))
         fetch = {}
         for item, array in zip(graph.outputs, results):
-            if item.kind in STATE_KINDS:
+            if item.kind in STATE_KINDS and (keep_gradients or item.kind is not Kind.GRAD):
                 self.state.set(item, array)
             else:
                 fetch[item.kind, item.target] = _fetcher(array, item)

@@ -110,6 +110,8 @@ def run_function(func, args: tuple, kwargs: dict):
     if not tapes:
         if func is Tensor.backward:
             _check_way_back(args[0])
+        elif func in _NEEDS_AUTOGRAD:
+            _check_hooked(func, args, kwargs)
         return run_on_values(func, args, kwargs)
     if tapes[-1].engine.capturing:
         raise CaptureError(f"the model's code reads a result of an earlier call ({getattr(func, '__name__', func)}) that no attribute of a module holds")
@@ -143,11 +145,22 @@ def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: st
     overwritten = pytree.tree_leaves(args[:1]) if managed.writes_by_name(func) else []
     flows = flows or func in _NEEDS_AUTOGRAD or func is Tensor.backward
     for tape in tapes:
-        if (flows and tape.backward_at is None) or func in _NEEDS_AUTOGRAD or func is Tensor.backward:
+        if func in _NEEDS_AUTOGRAD:
             tape.engine.run_eagerly(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
+        elif (flows and tape.backward_at is None) or func is Tensor.backward:
+            tape.engine.make_differentiable(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
         elif any(isinstance(leaf, Promise) and leaf.tape is tape for leaf in overwritten):
             tape.engine.finish(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
     return run_on_values(func, args, kwargs)
+
+
+def _check_hooked(func, args: tuple, kwargs: dict) -> None:
+    looked_at = args[:1]
+    if func is torch.autograd.grad:
+        looked_at = kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ()
+    for leaf in pytree.tree_leaves(looked_at):
+        if isinstance(leaf, Promise) and leaf.tape.region is not None:
+            leaf.tape.region.check_hooked(leaf.index, getattr(func, "__name__", "looking at a gradient"))
 
 
 def _check_way_back(loss: Tensor) -> None:

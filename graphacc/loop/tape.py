@@ -8,6 +8,7 @@ batch, labels) are its externals; they become inputs of the captured graph.
 import dataclasses
 import enum
 import itertools
+import operator
 import typing
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+    from graphacc.loop.regions import Region
 
 
 MAX_QUESTIONED = 64
@@ -105,6 +107,9 @@ class Tape:
         self.closed = False
         self.overwritten: str | None = None  # the parameter whose value was written before a backward
         self.is_eager = False  # its values are ordinary results of PyTorch's autograd
+        self.region: Region | None = None  # that gave them, if it was not PyTorch
+        self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
+        self.differentiable: set[int] = set()  # externals that do
         self.updates = engine.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
 
@@ -139,8 +144,6 @@ class Tape:
         if isinstance(call, _Plain):
             self._forget(*counts)
             return call.result
-        if remembered is not None:
-            self.values.extend(self.engine.template.values[len(self.values) : max(call.results, default=-1) + 1])
         self.calls.append(call)
         self._forget_overwritten(call)
         if call.replaces is not None:
@@ -174,6 +177,7 @@ class Tape:
         del self.values[num_values:]
         for held in (self.externals, self.sources, self.external_paths, self.external_versions):
             del held[num_externals:]
+        self.differentiable -= {index for index in self.differentiable if index >= num_externals}
 
     def _forget_overwritten(self, call: Call) -> None:
         """Values that were read before the call wrote into their memory have to be computed again."""
@@ -208,7 +212,8 @@ class Tape:
         path = self._path(original, function, args, kwargs)
         if leaf.layout is not torch.strided:
             raise NotRecorded(f"{path} is a {str(leaf.layout).removeprefix('torch.')} tensor")
-        if leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None:
+        wanted = leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None
+        if wanted and (not self.takes_gradients or handle is not None):
             raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
         for index, known in enumerate(self.sources):
             if known is leaf:
@@ -219,6 +224,8 @@ class Tape:
         self.externals.append(self.engine.programs.stand_in(path, leaf) if self.backward_at is None else leaf)
         self.external_versions.append(_version(leaf))
         self.external_paths.append(path)
+        if wanted:
+            self.differentiable.add(len(self.externals) - 1)
         return External(len(self.externals) - 1)
 
     def _path(self, leaf: object, function: Callable, args: tuple, kwargs: dict) -> str:
@@ -229,10 +236,16 @@ class Tape:
         return next((label for label, value in inputs.items() if value is leaf), None) or f"model.{_path_of(leaf, args, kwargs)}"
 
     def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
-        """The call at this place of the last tape, if all calls so far, and this one, were the same there."""
-        template = self.engine.template
+        """The call at this place of a recent tape, if all calls so far, and this one, were the same there."""
+        for template in self.engine.recent:
+            if (call := self._remembered_from(template, function, refs, spec, given)) is not None:
+                self.values.extend(template.values[len(self.values) : max(call.results, default=-1) + 1])
+                return call
+        return None
+
+    def _remembered_from(self, template: "Template", function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         place = len(self.calls)
-        if template is None or template is self or place >= len(template.calls) or not self._follows(template):
+        if place >= len(template.calls) or self.differentiable != template.differentiable or not self._follows(template):
             return None
         call = template.calls[place]
         if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.asked != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
@@ -302,7 +315,8 @@ class Tape:
 
     def _variants_key(self, function: Callable, refs: tuple, spec: pytree.TreeSpec) -> tuple:
         shapes = tuple(self.external_key(ref.index) for ref in refs if isinstance(ref, External))
-        return function, _hashable(refs), spec, shapes, torch.is_grad_enabled(), autocast_dtype(), len(self.calls), len(self.values)
+        modes = torch.is_grad_enabled(), autocast_dtype(), tuple(sorted(self.differentiable))
+        return function, _hashable(refs), spec, shapes, modes, len(self.calls), len(self.values)
 
     def _keep_variant(self, key: tuple, reads: Sequence[Read], call: Call | None, why: str = "") -> None:
         if not reads or any(isinstance(leaf, Ref) for leaf in key[1]):
@@ -314,7 +328,12 @@ class Tape:
         while len(variants) > MAX_QUESTIONED:
             variants.pop(next(iter(variants)))
 
-    def _follows(self, template: "Tape") -> bool:
+    def as_template(self) -> "Template":
+        """What later recordings compare themselves with."""
+        keys = [self.external_key(index) for index in range(len(self.externals))]
+        return Template(self.calls, self.values, keys, self.backward_at, frozenset(self.differentiable))
+
+    def _follows(self, template: "Template") -> bool:
         if self.backward_at is not None and self.backward_at != template.backward_at:
             return False
         return not self.calls or self.calls[-1] is template.calls[len(self.calls) - 1]
@@ -340,6 +359,9 @@ class Tape:
     def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence, varying: Collection[int]) -> "Call | _Plain":
         """Run the call on fake tensors."""
         fakes = [self.engine.fake(self._resolve(ref)) if isinstance(ref, (Ref, External, Param)) else ref for ref in refs]
+        for fake, ref in zip(fakes, refs):
+            if isinstance(ref, External) and ref.index in self.differentiable:
+                fake.requires_grad_()
         versions = [_version(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         recorder = self._recorder([(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if isinstance(ref, External) and i not in varying], args)
@@ -527,6 +549,25 @@ class Tape:
             tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers) for call in calls),
             tuple((index, *self.external_key(index)) for index in used),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A finished recording, without its tensors."""
+
+    calls: list[Call]
+    values: list[Tensor]  # fake tensors
+    keys: list[tuple]  # shape and dtype of every external
+    backward_at: int | None
+    differentiable: frozenset[int]
+
+    def external_key(self, index: int) -> tuple:
+        return self.keys[index]
+
+    def is_like(self, other: "Template") -> bool:
+        """Whether it is of the same calls."""
+        same = len(self.calls) == len(other.calls) and all(map(operator.is_, self.calls, other.calls))
+        return same and (self.backward_at, self.keys) == (other.backward_at, other.keys)
 
 
 @dataclasses.dataclass(frozen=True)

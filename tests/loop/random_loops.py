@@ -31,14 +31,25 @@ class Block(nn.Module):
         self.second = nn.Linear(6, WIDTH if tied else CLASSES)
         self.drop = nn.Dropout(0.0)
         self.register_buffer("calls", torch.zeros(()))
-        self.scale, self.twice, self.kept, self.tied = 1.0, False, None, tied
+        self.extra = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.scale, self.twice, self.kept, self.tied, self.decides = 1.0, False, None, tied, False
 
-    def forward(self, x):
+    def forward(self, x, y=None):
+        if y is not None:
+            if y.max() >= CLASSES:
+                raise ValueError("a label is too large")
+            if x[:, 0].mean() > 0:
+                x = x * 1.1
         if self.training:
             self.calls = self.calls * 0.5 + x.detach().mean()
         hidden = self.drop(torch.tanh(self.norm(self.first(x)) * self.scale))
         if self.twice:
             hidden = hidden * 2
+        if self.decides:
+            hidden = hidden + self.extra(hidden)
+            if hidden.sum() > 0:
+                hidden = hidden * 0.9
+            hidden = hidden - self.extra(hidden) * 0.5
         self.kept = hidden.pow(2).mean()
         out = self.second(hidden)
         return F.linear(out, self.first.weight)[:, :CLASSES] if self.tied else out
@@ -113,6 +124,51 @@ def through_other_model(run, x, y):
     return F.cross_entropy(run.out, y)
 
 
+def checked_labels(run, x, y):
+    run.out = run.model(x, y)
+    return F.cross_entropy(run.out, y)
+
+
+def by_masked_call(run, x, y):
+    run.out = run.model(x, y)
+    return F.cross_entropy(run.out[y > 0], y[y > 0])
+
+
+def through_plain_module(run, x, y):
+    run.out = run.model(torch.tanh(plain(run, WIDTH)(x)))
+    return F.cross_entropy(run.out, y)
+
+
+def into_plain_module(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(plain(run, CLASSES)(run.out), y)
+
+
+def between_plain_modules(run, x, y):
+    run.out = run.model(torch.tanh(plain(run, WIDTH)(x)), y)
+    return F.cross_entropy(plain(run, CLASSES)(run.out), y) + run.model(x).pow(2).mean()
+
+
+def deciding(run, x, y):
+    run.model.decides = True
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y)
+
+
+def plain(run, width):
+    """A module that is not compiled; it trains, too."""
+    if width not in run.memory:
+        with torch.random.fork_rng():
+            torch.manual_seed(width)
+            run.memory[width] = nn.Linear(width, width)
+    elif run.memory[width].weight.grad is not None:
+        with torch.no_grad():
+            for p in run.memory[width].parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    return run.memory[width]
+
+
 def scheduled_weight(run, x, y):
     run.out = run.model(x)
     return F.cross_entropy(run.out, y) * (1.0 + 0.1 * run.step)
@@ -125,7 +181,8 @@ def selected_rows(run, x, y):
 
 
 LOSSES = [by_call] * 6 + [
-    by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows
+    by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows,
+    checked_labels, by_masked_call, through_plain_module, into_plain_module, between_plain_modules, deciding,
 ]  # fmt: skip
 
 

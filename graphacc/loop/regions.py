@@ -1,0 +1,238 @@
+"""Regions: recorded calls as one function of PyTorch's autograd, whose forward and backward are compiled programs.
+
+Where gradients have to flow between a recording and code that PyTorch runs (a module in front of the model or after it, another compiled
+model as in ``D(G(z))``, an island inside the model), the recorded calls run at once, as a `torch.autograd.Function`. Its inputs are the tensors that
+require a gradient and the model's parameters. Its backward is a program that computes the forward part again, with the same
+random numbers and buffers, and the gradients of the inputs and parameters, which are ordinary tensors on the host. A backward that is
+itself differentiated (``create_graph=True``) is run by PyTorch, which computes the forward part again, too.
+"""
+
+import dataclasses
+import typing
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphacc.capture import FX
+from graphacc.errors import CaptureError, LoopError, LoweringError
+from graphacc.graph import Kind
+from graphacc.loop import build
+from graphacc.loop.tape import Tape
+from graphacc.runtime.distributed import process_count
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.engine import Engine
+    from graphacc.loop.programs import Compiled
+
+
+@dataclasses.dataclass
+class Use:
+    """What calls that run as a region cost so far."""
+
+    name: str
+    forwards: int = 0
+    backwards: int = 0
+    seconds: float = 0.0  # on the host, with waiting for the devices, and without compiling
+
+    def __str__(self) -> str:
+        each = 1e3 * self.seconds / max(1, self.forwards)
+        again = f", {self.backwards} times backward, which computes the forward part again" if self.backwards else ""
+        return f"{self.name} runs compiled, as a function of PyTorch's autograd: {self.forwards} times forward{again}; {each:.1f} ms on the host for each"
+
+
+def possible(engine: "Engine", tape: Tape | None = None) -> bool:
+    """Whether recorded calls can be a region: one program gives the whole batch's results, and its backward comes later."""
+    strategy = engine.programs.strategy
+    whole = strategy.pp == 1 and strategy.microbatches == 1 and not engine.programs.local_batch and process_count() == 1
+    return whole and engine.fallback.backend is FX and not engine.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
+
+
+class Region:
+    """The calls of one recording, as a function of autograd.
+
+    Args:
+        tape: has no backward.
+        name: what it is called in `model.explain()`.
+        outputs: the values that it gives.
+    """
+
+    def __init__(self, engine: "Engine", tape: Tape, name: str, outputs: list[int]):
+        self.engine = engine
+        self.tape = tape
+        self.outputs = outputs
+        self.inputs = sorted(tape.differentiable)
+        self.use = engine.regions.setdefault(name, Use(name))
+        self.handles = [handle for handle in engine.handles.values() if handle.kind is Kind.PARAM and handle.tensor.requires_grad]
+        self._buffers: dict[str, Tensor] = {}  # what backward reads of the buffers as they were
+
+    @property
+    def num_differentiable(self) -> int:
+        return sum(self.tape.values[index].requires_grad for index in self.outputs)
+
+    def run(self) -> None:
+        """Compute the outputs, as results of autograd.
+
+        Raises:
+            LoopError: a parameter or an input was changed since the calls were recorded.
+            CaptureError, LoweringError: they cannot be compiled.
+        """
+        engine, tape = self.engine, self.tape
+        self._check_unchanged()
+        engine.settle_buffers(ahead=tape)
+        self._buffers = self._buffers_before()
+        engine._run_forward(tape, self.outputs, keep_buffers=True)
+        tape.has_run = True
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
+            tensors = [*(tape.sources[index] for index in self.inputs), *(handle.tensor for handle in self.handles)]
+            results = _Compiled.apply(self, *tensors)
+        self._results = [weakref.ref(result) for result in results]
+        for index, result in zip(self.outputs, results):
+            tape.fulfil(index, result)
+
+    def _check_unchanged(self) -> None:
+        if self.tape.updates != self.engine.updates:
+            raise LoopError(
+                "backward() reaches a model call whose parameters an optimizer's step has changed since (PyTorch raises an error there, too): "
+                "call the model again after the step, or backward() before it"
+            )
+        self.engine._check_parameters_unchanged(self.tape)
+
+    def _buffers_before(self) -> dict[str, Tensor]:
+        """Copies of the buffers that forward changes and backward reads (BatchNorm's backward does not read its statistics)."""
+        engine = self.engine
+        if not engine._writes_buffers(self.tape):
+            return {}
+        read = engine.buffers_read.get(self._key)  # None until its backward was compiled
+        handles = [handle for handle in engine.handles.values() if handle.kind is Kind.BUFFER and (read is None or handle.name in read)]
+        for handle in handles:
+            handle.refresh()
+        return {handle.name: handle.host_value().clone() for handle in handles}
+
+    @property
+    def _key(self) -> tuple:
+        return self.tape.key(self.tape.forward_calls)
+
+    def check_hooked(self, index: int, what: str) -> None:
+        """Refuse to look at the gradient of a result that others depend on: paths through them are not seen there.
+
+        Raises:
+            LoopError: another result depends on the result `index`.
+        """
+        if any(depends(self.tape.values[other], self.tape.values[index]) for other in self.outputs if other != index):
+            raise LoopError(
+                f"{what} on a result of a compiled call of which another result is computed: the call became one function of autograd, where the gradients "
+                "that reach it through the other are not seen. Do it right after the model's call, before a result is used by code that PyTorch runs"
+            )
+
+    def _check_hooks(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, ref in zip(self.outputs, self._results):
+                result = ref()
+                if result is not None and (result._backward_hooks or (result.retains_grad and not result.is_leaf)):
+                    self.check_hooked(index, "a hook or retain_grad()")
+
+    def values(self) -> list[Tensor]:
+        """What forward gave."""
+        return [self.tape.value(index).detach().to(self.tape.values[index].dtype) for index in self.outputs]
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs and parameters."""
+        self._check_hooks()
+        given = {index: grad for index, grad in zip(self.outputs, grads) if grad is not None}
+        with self.engine.lock, self.engine.timed() as time:
+            self._check_unchanged()
+            fetched = self._run_backward(given)
+        self.use.backwards += 1
+        self.use.seconds += time.seconds
+        wanted = [(Kind.USER, f"input {index}") for index in self.inputs] + [(Kind.GRAD, handle.name) for handle in self.handles]
+        return [fetched[key]() if key in fetched else None for key in wanted]
+
+    def _run_backward(self, given: dict[int, Tensor]) -> dict:
+        engine, tape, programs = self.engine, self.tape, self.engine.programs
+        capture = lambda: engine._capture(build.vjp_graph, tape, tuple(given), self.inputs, programs.strategy.precision)  # noqa: E731
+        aspects = {**engine._forward_aspects(tape), "results": tuple(given), "inputs": tuple(self.inputs)}
+        compiled = programs.get("backward", aspects, capture)
+        engine.buffers_read.setdefault(self._key, _buffers_read(compiled))
+        engine._upload(compiled, tape)
+        feeds = engine._feeds(compiled, tape) | {(Kind.BATCH, build.gradient_path(index)): grad for index, grad in given.items()}
+        now = {}
+        try:
+            for name in self._buffers.keys() & _buffers_read(compiled):
+                now[name] = programs.state.find(Kind.BUFFER, name)
+                programs.put(compiled, Kind.BUFFER, name, self._buffers[name])
+            return programs.run(compiled, feeds, keep_gradients=False)
+        finally:
+            for array, item in now.values():
+                programs.state.set(item, array)
+
+    def gradients_by_pytorch(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], twice: bool) -> list[Tensor | None]:
+        """The same by PyTorch, which computes the forward part again on the host.
+
+        Args:
+            inputs: the tensors from outside that require a gradient.
+            twice: the gradients have to be differentiable.
+        """
+        engine, tape = self.engine, self.tape
+        with engine.lock, torch.enable_grad():
+            self._check_unchanged()
+            given = dict(zip(self.inputs, inputs))
+            env = engine._replay_on_host(tape, given, self._buffers)
+            pairs = [(env[index], grad) for index, grad in zip(self.outputs, grads) if grad is not None and env[index].requires_grad]
+            with torch._C.DisableTorchFunctionSubclass():
+                wanted = [*inputs, *(handle.tensor for handle in self.handles)]
+                return list(_grad(pairs, wanted, twice))
+
+
+def depends(one: Tensor, other: Tensor) -> bool:
+    """Whether `one` is computed from `other`, by their places in autograd's graph."""
+    if one.grad_fn is None or other.grad_fn is None:
+        return False
+    seen, stack = set(), [one.grad_fn]
+    while stack:
+        function = stack.pop()
+        if function is other.grad_fn:
+            return True
+        if function is not None and function not in seen:
+            seen.add(function)
+            stack.extend(following for following, _ in function.next_functions)
+    return False
+
+
+def _grad(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor], twice: bool) -> Sequence[Tensor | None]:
+    if not pairs:
+        return [None] * len(wanted)
+    outputs, seeds = zip(*pairs)
+    return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, create_graph=twice)
+
+
+def _buffers_read(compiled: "Compiled") -> frozenset[str]:
+    used = {node.name for node in compiled.graph.placeholders if node.users}
+    return frozenset(item.target for item in compiled.graph.inputs if item.kind is Kind.BUFFER and item.name in used)
+
+
+class _Compiled(torch.autograd.Function):
+    """A region in PyTorch's graph."""
+
+    @staticmethod
+    def forward(ctx, region: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.region = region
+        ctx.save_for_backward(*tensors[: len(region.inputs)])  # PyTorch notices writes into them
+        ctx.set_materialize_grads(False)
+        values = region.values()
+        ctx.mark_non_differentiable(*(value for index, value in zip(region.outputs, values) if not region.tape.values[index].requires_grad))
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        region: Region = ctx.region
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            region.engine.note_differentiated_twice()
+            return None, *region.gradients_by_pytorch(inputs, grads, twice=True)
+        try:
+            return None, *region.gradients(grads)
+        except (CaptureError, LoweringError) as error:
+            region.engine.refuse_region(region.tape, error)
+            return None, *region.gradients_by_pytorch(inputs, grads, twice=False)
