@@ -96,7 +96,8 @@ class ModelCall:
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = engine.written.get(self, Written())
-            with engine.direct_calls(), engine.guards.given(written.before | inputs, (*written.tensors, *written.others)):
+            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
+            with engine.direct_calls(), engine.guards.as_held(written.held), given:
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors)
         finally:
@@ -688,7 +689,13 @@ class Engine:
             raise NewInput("the forward installed hooks")
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
         others = {label: value for label, value in written.items() if label not in tensors}
-        self.written[function] = Written(buffers=writes_buffers and bool(buffers), tensors=tuple(tensors), others=others, before=self.guards.present(written.keys() - inputs.keys()))
+        self.written[function] = Written(
+            buffers=writes_buffers and bool(buffers),
+            tensors=tuple(tensors),
+            others=others,
+            before=self.guards.present(written.keys() - inputs.keys()),
+            held=self.guards.held(),
+        )
         return result, tensors
 
     # ---- gradients

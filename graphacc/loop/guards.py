@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.diagnose import Passing
 from graphacc.capture.source import is_user_file
-from graphacc.errors import CaptureError
+from graphacc.errors import CaptureError, LoopError
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 _CONTAINERS = (list, dict, set, tuple, frozenset)
@@ -69,6 +69,7 @@ class _Place:
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
         self.mutable: list[str] = []  # names whose values can change in place
         self._values: tuple = ()
+        self._held: tuple | None = None
 
     def note(self, name: str, value: object) -> None:
         """Guard a name, which has `value` now (`MISSING`: none)."""
@@ -83,6 +84,23 @@ class _Place:
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
         self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, (*_CONTAINERS, Tensor))]
+        self._held: tuple | None = None
+
+    @property
+    def held(self) -> "tuple[_Place, dict[str, Hashable], tuple]":
+        """The place, the snapshots and the values of its names as they were read last."""
+        if self._held is None:
+            self._held = self, dict(self.names), self._values
+        return self._held
+
+    def put(self, name: str, value: object) -> None:
+        """Give a name another value, or none (`MISSING`)."""
+        if isinstance(self.table, types.MappingProxyType):
+            setattr(self.owner, name, value)
+        elif value is MISSING:
+            self.table.pop(name, None)
+        else:
+            self.table[name] = value
 
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
@@ -199,6 +217,37 @@ class Guards:
             yield
         finally:
             self.write(before)
+
+    def held(self) -> tuple:
+        """All that was read, as it is now, for `as_held`."""
+        return tuple(place.held for place in self._places.values())
+
+    @contextlib.contextmanager
+    def as_held(self, held: tuple) -> Iterator[None]:
+        """What was read is inside as it was when `held` was taken; the loop may have changed it since.
+
+        Raises:
+            LoopError: a container or tensor was changed in place since.
+        """
+        now = []
+        for place, snapshots, values in held:
+            for (name, before), value in zip(snapshots.items(), values):
+                present = place.table.get(name, MISSING)
+                if present is value and not isinstance(value, (*_CONTAINERS, Tensor)):
+                    continue
+                if snapshot(value) != before:
+                    raise LoopError(
+                        f"{place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
+                        "recorded call is compiled only then: change it before the call or after the step"
+                    )
+                if snapshot(present) != before:
+                    now.append((place, name, present))
+                    place.put(name, value)
+        try:
+            yield
+        finally:
+            for place, name, value in now:
+                place.put(name, value)
 
     def write(self, values: Mapping[str, object]) -> None:
         """Set attributes of modules, by label."""
@@ -436,6 +485,7 @@ class Written:
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
+    held: tuple = ()  # the Python state that it has read (`Guards.held`)
 
 
 class Structure:

@@ -1,0 +1,70 @@
+"""Python state that changes between a call of the model and its backward: the call computes with what it read."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from training import assert_parity, compiled
+
+import graphacc
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.count, self.factor, self.factors = 1, 1.0, [1.0]
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        out = self.linear(x) * self.factor * self.factors[0]
+        return out if self.count % 2 else -2 * out
+
+
+def count(model):
+    model.count += 1
+
+
+def raise_factor(model):
+    model.factor += 1.0
+
+
+def replace_list(model):
+    model.factors = [model.factors[0] + 1.0]
+
+
+def several(model):
+    model.factor = model.factor * 2
+    model.eval()
+    model.train()
+
+
+@pytest.mark.parametrize("with_gradient_of_input", [False, True])
+@pytest.mark.parametrize("change", [count, raise_factor, replace_list, several], ids=lambda change: change.__name__)
+def test_a_change_after_the_call_is_for_the_next_call(change, with_gradient_of_input):
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = compiled(copy.deepcopy(reference), None)
+    losses = []
+    for one in (reference, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
+        found = []
+        for step in range(4):
+            loss = one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).requires_grad_(with_gradient_of_input)).pow(2).mean()
+            change(one)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert_parity(reference, model, *losses)
+
+
+def test_a_change_in_place_after_the_call_is_refused():
+    model = compiled(Scaled(), None)
+    loss = model(torch.ones(4, 4)).pow(2).mean()
+    model.factors[0] = 3.0
+    with pytest.raises(graphacc.LoopError, match=r"model\.factors, which the model's forward reads, was changed in place"):
+        loss.backward()
