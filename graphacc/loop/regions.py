@@ -162,10 +162,12 @@ class Region:
             for name in self._buffers.keys() & _buffers_read(compiled):
                 now[name] = programs.state.find(Kind.BUFFER, name)
                 programs.put(compiled, Kind.BUFFER, name, self._buffers[name])
-            return programs.run(compiled, feeds, keep_gradients=False)
+            fetched = programs.run(compiled, feeds, keep_gradients=False)
         finally:
             for array, item in now.values():
                 programs.state.set(item, array)
+        engine.verifier.check_backward(compiled, capture, tape, seeds=given, inputs=self.inputs, buffers=self._buffers, fetched=fetched)
+        return fetched
 
     def gradients_by_pytorch(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], twice: bool) -> list[Tensor | None]:
         """The same by PyTorch, which computes the forward part again on the host.

@@ -110,6 +110,8 @@ class _Run:
     keep_buffers: bool
     start: Values  # parameters, buffers, gradients so far and optimizer state
     batch: dict[int, Tensor]  # the tape's externals
+    seeds: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)  # of a region's backward: the gradients of its results
+    inputs: tuple[int, ...] = ()  # and the externals that get one
 
     @property
     def kind(self) -> str:
@@ -208,6 +210,47 @@ class Verifier:
                 raise failure
             self._failure = self._failure or failure
 
+    def check_backward(
+        self,
+        compiled: Compiled,
+        capture: Callable[[], build.Step],
+        tape: Tape,
+        *,
+        seeds: Mapping[int, Tensor],
+        inputs: Sequence[int],
+        buffers: Mapping[str, Tensor],
+        fetched: Mapping[Key, Callable[[], Tensor]],
+    ) -> None:
+        """Compare what the backward of a region gave.
+
+        Args:
+            seeds: value index -> the gradient of that result.
+            inputs: the externals that get a gradient.
+            buffers: those that were others when its forward ran.
+
+        Raises:
+            VerificationError: it is not what PyTorch gives.
+        """
+        if not self.remaining:
+            return
+        start = time.perf_counter()
+        run = _Run(
+            compiled=compiled,
+            tape=tape,
+            binding=None,
+            code=None,
+            outputs=tuple(seeds),
+            keep_buffers=False,
+            start=self._snapshot(tape, None) | {(Kind.BUFFER, name): value for name, value in buffers.items()},
+            batch={i: tape.external(i).detach().clone() for i in range(len(tape.externals))},
+            seeds={index: seed.detach().clone() for index, seed in seeds.items()},
+            inputs=tuple(inputs),
+        )
+        failure = self._compare(run, capture, _reference(self.engine, run, run.start), fetched)
+        self.report.seconds += time.perf_counter() - start
+        if failure is not None:
+            raise failure
+
     def _snapshot(self, tape: Tape, code: build.GradientCode | None) -> Values:
         """Copies of what a program starts from."""
         engine, programs = self.engine, self.engine.programs
@@ -230,8 +273,13 @@ class Verifier:
             return run.tape.value(run.tape.loss if kind is Kind.LOSS else int(target))
         return self.engine.programs.fetch(kind, target)
 
-    def _compare(self, run: _Run, capture: Callable[[], build.Step] | None, expected: _Reference) -> VerificationError | None:
-        got = {key: self._got(run, key).detach().clone() for key in expected.values}
+    def _compare(
+        self, run: _Run, capture: Callable[[], build.Step] | None, expected: _Reference, fetched: Mapping[Key, Callable[[], Tensor]] | None = None
+    ) -> VerificationError | None:
+        if fetched is None:
+            got = {key: self._got(run, key).detach().clone() for key in expected.values}
+        else:
+            got = {key: fetched[key]() if key in fetched else torch.zeros_like(value) for key, value in expected.values.items()}
         found = _differences(run, expected.values, got, {})
         bounds: dict[Key, Tensor | float] = {}
         if any(item.ratio > 1 for item in found):
@@ -269,6 +317,8 @@ def _reference(engine: "Engine", run: _Run, start: Values) -> _Reference:
     """What the program should give, computed by PyTorch from `start`, which stays as it is."""
     own_code = engine.direct_calls(), torch._C.DisableTorchFunctionSubclass()
     with own_code[0], own_code[1], torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        if run.kind == "backward":
+            return _Reference(_backward(engine, run, start), {})
         if run.kind == "forward":
             return _Reference(_forward(engine, run, start, {}, grads=False), {})
         values = {} if run.kind == "update" else _forward(engine, run, start, (env := {}), grads=True)
@@ -315,6 +365,22 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
     else:
         env |= {tape.grad_values[name]: grad for name, grad in total.items()}
     return found
+
+
+def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
+    """The gradients of a region's parameters and inputs."""
+    tape, env = run.tape, {}
+    with borrowed(engine.model), dense_gradients(engine.model):
+        leaves = {name: start[handle.kind, name].clone().requires_grad_(handle.tensor.requires_grad) for name, handle in engine.handles.items()}
+        substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
+        batch = {i: tensor.clone().requires_grad_(i in run.inputs) for i, tensor in run.batch.items()}
+        precision = computing_in(engine.programs.strategy.precision, "cpu")
+        with keyed_randomness(engine.microbatch_seed(0), tape.counter), torch.enable_grad(), precision:
+            tape.replay(tape.forward_calls, env, batch, _named(engine.model))
+        wanted = {(Kind.GRAD, name): leaf for name, leaf in leaves.items() if leaf.requires_grad} | {(Kind.USER, f"input {i}"): batch[i] for i in run.inputs}
+        pairs = [(env[index], seed.to(env[index].dtype)) for index, seed in run.seeds.items() if env[index].requires_grad]
+        grads = torch.autograd.grad([value for value, _ in pairs], list(wanted.values()), [seed for _, seed in pairs], allow_unused=True) if pairs else []
+    return {key: grad for key, grad in zip(wanted, grads) if grad is not None}
 
 
 def _leaf(tensor: Tensor, value: Tensor) -> Tensor:
@@ -514,6 +580,10 @@ def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expect
             programs.put(compiled, item.kind, item.target, run.start[item.kind, item.target])
     count = programs.strategy.microbatches if run.kind == "grad" else 1
     feeds = [engine._feeds(compiled, run.tape, binding=run.binding, microbatch=i if run.kind == "grad" else None) for i in range(count)]
+    if run.kind == "backward":
+        feeds[0] |= {(Kind.BATCH, build.gradient_path(index)): seed for index, seed in run.seeds.items()}
+        fetched = programs.run(compiled, feeds[0], keep_gradients=False)
+        return {key: fetched[key]() for key in expected}
     parts = programs.run_microbatches(compiled, feeds) if run.kind == "grad" else [programs.run(compiled, feeds[0])]
     got: Values = {}
     for kind, target in expected:

@@ -177,3 +177,29 @@ def test_verification_changes_no_value():
 def test_what_cannot_be_verified_is_refused():
     with pytest.raises(graphacc.StrategyError, match="verify=-1"):
         compiled(Net(), None, verify=-1)
+
+
+def between_modules(model, optimizer):
+    front, back = nn.Linear(INPUTS, INPUTS), nn.Linear(CLASSES, CLASSES)
+    for x, y in data():
+        F.cross_entropy(back(model(torch.tanh(front(x)))), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+def test_a_region_is_verified(strategy):
+    model = compiled(Net(), strategy, verify=3)
+    between_modules(model, adamw(model))
+    report = model._graphacc_engine.verifier.report
+    assert report.steps == 3
+    assert report.programs == 3 * 3  # forward, backward and update
+    assert report.worst.ratio <= 1
+
+
+def test_a_wrong_backward_of_a_region_is_seen(monkeypatch):
+    broken_rule(monkeypatch, "aten.embedding_dense_backward.default")
+    model = compiled(nn.Sequential(nn.Embedding(CLASSES, 6), nn.Linear(6, CLASSES)), None, verify=1)
+    back = nn.Linear(CLASSES, CLASSES)
+    with pytest.raises(graphacc.VerificationError, match=r"the backward program: the gradient of '0.weight' differs"):
+        F.cross_entropy(back(model(data()[0][1])), data()[0][1]).backward()
