@@ -128,7 +128,7 @@ def ctc_loss(
         targets: [B, S] padded, or [sum of target_lengths] concatenated.
         input_lengths, target_lengths: [B] or a number.
     """
-    reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
+    reduction = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction
     device = log_probs.device
     alone = log_probs.dim() == 2
     if alone:

@@ -104,8 +104,9 @@ def capture_vjp(
     return _without_buffers(_capture(model, fn, batch, precision, program, backend, wanted=frozenset(inputs), hooks=False))
 
 
-def _without_buffers(step: StepGraph | HloStep) -> StepGraph | HloStep:
+def _without_buffers(step: StepGraph | HloStep) -> StepGraph:
     """Without the outputs of buffers that the forward part changes a second time."""
+    assert isinstance(step, StepGraph), "lazy tensors do not record vector-Jacobian products"
     kept = [i for i, out in enumerate(step.outputs) if out.kind is not Kind.BUFFER]
     results = step.results
     step.graph.output_node().args = (tuple(results[i] for i in kept),)

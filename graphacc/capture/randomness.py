@@ -128,12 +128,14 @@ class Streams:
         return torch.argmax(weights.unsqueeze(-2) / noise.clamp_min(1e-30), dim=-1)
 
 
-def keyed_randomness(seed: int, counter: int, first: int = 0) -> TorchDispatchMode:
+def keyed_randomness(seed: int, counter: int, first: int = 0) -> "KeyedRandomness":
     """A mode in which PyTorch draws the numbers that a captured step draws with this key, operator by operator, from stream `first` on."""
-    return _Keyed(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64), first)
+    return KeyedRandomness(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64), first)
 
 
-class _Keyed(TorchDispatchMode):
+class KeyedRandomness(TorchDispatchMode):
+    """See `keyed_randomness`."""
+
     def __init__(self, key: Tensor, first: int):
         super().__init__()
         self._streams = Streams(key, first)

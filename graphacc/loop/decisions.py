@@ -263,12 +263,15 @@ class Masks(TorchFunctionMode):
             return func(numbers, *args[1:], **kwargs)
         if func in (Tensor.masked_select, torch.masked_select) and len(args) == 2 and not kwargs:
             x, mask = torch.broadcast_tensors(*args)
-            func, args = Tensor.__getitem__, (x, mask)
+            return self._selected(x, (mask,))
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_mask(item) for item in index):
-                args = args[0], tuple(part for item in index for part in (torch.nonzero(item).unbind(1) if _is_mask(item) else (item,)))
+                return self._selected(args[0], index)
         return func(*args, **kwargs)
+
+    def _selected(self, x: Tensor, index: tuple) -> Tensor:
+        return x[tuple(part for item in index for part in (torch.nonzero(item).unbind(1) if _is_mask(item) else (item,)))]
 
 
 def _is_mask(item: object) -> bool:

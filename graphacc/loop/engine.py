@@ -6,7 +6,6 @@ run a "forward" program. All programs share one state on the devices.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -37,7 +36,7 @@ from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient, manage
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import NotRecorded, Promise, to_values, written_too_early
-from graphacc.loop.tape import Call, Opaque, Tape, Template, Variant, autocast_dtype
+from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 
 log = logging.getLogger("graphacc")
@@ -219,7 +218,7 @@ class Engine:
             except NOT_COMPILED as error:
                 self._refused[function] = _explanation(error)
                 raise
-        use = self.regions.setdefault(name := self._name_of(path), regions.Use(name))
+        use = self.regions.setdefault(name := self.name_of(path), regions.Use(name))
         use.forwards += 1
         use.seconds += found.seconds
         return result
@@ -375,53 +374,14 @@ class Engine:
             return self.run_eagerly(tape, why)
         with self.lock:
             try:
-                self._run_region(tape)
+                regions.run(self, tape)
             except NOT_COMPILED as error:
                 self._refuse(tape, error)
             if not tape.is_eager:
                 self.run_eagerly(tape, why)
         return None
 
-    def _run_region(self, tape: Tape) -> None:
-        """Run the calls of a recording as a region; functions of the model's results by PyTorch, if the loop holds both.
-
-        Leaves the recording as it is where a region cannot do it.
-        """
-        calls, outputs = tape.forward_calls, tape.live()
-        path = next((call.function.path for call in calls if isinstance(call.function, ModelCall)), "")
-        rest = []
-        if any(regions.depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other) and len(calls) > 1:
-            if [isinstance(call.function, ModelCall) for call in calls] != [True] + [False] * (len(calls) - 1):
-                return
-            rest = calls[1:]
-        part = copy.copy(tape)
-        part.calls = calls[:1] if rest else calls
-        read = {index for call in rest for index in tape.reads(call)}
-        region = regions.Region(self, part, self._name_of(path), [index for index in part.calls[0].results if index in {*read, *outputs}] if rest else outputs)
-        with self.timed() as found:
-            region.run()
-        tape.has_run = True
-        if not path:  # `call_part` counts the others, with what recording them takes
-            region.use.forwards += 1
-            region.use.seconds += found.seconds
-        if rest and not self._run_rest(tape, rest, {index: tape.value(index) for index in region.outputs}):
-            return
-        tape.is_eager, tape.region = True, region
-        self._close(tape)
-
-    def _run_rest(self, tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:
-        """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
-        externals = {index: self._whole_external(tape, index) for call in calls for index in call.externals}
-        drawn = keyed_randomness(self.seed, tape.counter)
-        with self._buffers_kept(True, {}), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
-            tape.replay(calls, env, externals, {name: handle.tensor for name, handle in self.handles.items()})
-        if drawn.count:
-            return False
-        for value, tensor in env.items():
-            tape.fulfil(value, tensor)
-        return True
-
-    def _name_of(self, path: str) -> str:
+    def name_of(self, path: str) -> str:
         return f"the submodule {path} ({type(self.model.get_submodule(path)).__name__})" if path else f"the model {type(self.model).__name__}"
 
     def refuse_region(self, tape: Tape, error: Exception) -> None:
@@ -473,7 +433,7 @@ class Engine:
             given: externals in the place of those on the tape.
             buffers: values that buffers have meanwhile, by name.
         """
-        externals = dict(enumerate(self._whole_external(tape, i) for i in range(len(tape.externals)))) | given
+        externals = {i: given.get(i, self._whole_external(tape, i)) for i in range(len(tape.externals))}
         self._check_parameters_unchanged(tape)
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
@@ -643,10 +603,11 @@ class Engine:
         """
         with self.autocast(autocast_dtype()):
             if isinstance(function, ModelCall):
+                inputs, given, named = args
                 with self.direct_calls():
                     if function.path:  # PyTorch runs what torch.fx cannot follow
-                        return self._infer_answered(function, *args, recorder)
-                    return self.fallback.attempt(lambda: self._infer_answered(function, *args, recorder))
+                        return self._infer_answered(function, inputs, given, named, recorder)
+                    return self.fallback.attempt(lambda: self._infer_answered(function, inputs, given, named, recorder))
             try:
                 return self.fakes.run(function, args, kwargs, recorder)
             except GraphAccError:
@@ -736,7 +697,7 @@ class Engine:
         if self.options.capture != "auto":
             raise error
         for call in tape.forward_calls:
-            if isinstance(call.function, ModelCall):
+            if isinstance(call.asked, ModelCall):
                 self._refused[call.asked] = _explanation(error)
 
     def _settle_pending(self) -> None:

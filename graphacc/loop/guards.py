@@ -15,6 +15,7 @@ import itertools
 import operator
 import sys
 import types
+import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import torch
@@ -95,12 +96,13 @@ class _Place:
 
     def put(self, name: str, value: object) -> None:
         """Give a name another value, or none (`MISSING`)."""
+        table = typing.cast("dict[str, object]", self.table)
         if isinstance(self.table, types.MappingProxyType):
             setattr(self.owner, name, value)
         elif value is MISSING:
-            self.table.pop(name, None)
+            table.pop(name, None)
         else:
-            self.table[name] = value
+            table[name] = value
 
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""

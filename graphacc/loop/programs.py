@@ -116,7 +116,7 @@ class Programs:
         """Whether forward, backward and update can be one program."""
         return self.strategy.microbatches == 1
 
-    def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], StepGraph]) -> Compiled:
+    def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], Step]) -> Compiled:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
         key = (kind, tuple(aspects.items()))
         if key not in self._by_key:
@@ -229,7 +229,7 @@ class Programs:
             return from_parts(value, item, mesh or self.mesh)
         return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, mesh or self.mesh)
 
-    def _compile(self, kind: str, reason: str, capture: Callable[[], StepGraph]) -> Compiled:
+    def _compile(self, kind: str, reason: str, capture: Callable[[], Step]) -> Compiled:
         start = time.perf_counter()
         graph = capture()
         captured = time.perf_counter()

@@ -7,19 +7,22 @@ random numbers and buffers, and the gradients of the inputs and parameters, whic
 itself differentiated (``create_graph=True``) is run by PyTorch, which computes the forward part again, too.
 """
 
+import copy
 import dataclasses
 import typing
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphacc.capture import FX
+from graphacc.capture.randomness import keyed_randomness
 from graphacc.errors import CaptureError, LoopError, LoweringError
-from graphacc.graph import Kind
+from graphacc.graph import Kind, StepGraph
 from graphacc.loop import build
-from graphacc.loop.tape import Tape
+from graphacc.loop.tape import Call, Tape
 from graphacc.runtime.distributed import process_count
 
 if typing.TYPE_CHECKING:
@@ -47,6 +50,52 @@ def possible(engine: "Engine", tape: Tape | None = None) -> bool:
     strategy = engine.programs.strategy
     whole = strategy.pp == 1 and strategy.microbatches == 1 and not engine.programs.local_batch and process_count() == 1
     return whole and engine.fallback.backend is FX and not engine.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
+
+
+def run(engine: "Engine", tape: Tape) -> None:
+    """Run the calls of a recording as a region; functions of the model's results by PyTorch, if the loop holds both.
+
+    Leaves the recording as it is where a region cannot do it.
+
+    Raises:
+        LoopError, CaptureError, LoweringError: see `Region.run`.
+    """
+    calls, outputs = tape.forward_calls, tape.live()
+    models = [engine.is_model(call.function) for call in calls]
+    path = next((call.function.path for call, is_model in zip(calls, models) if is_model), "")
+    rest = []
+    if len(calls) > 1 and any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other):
+        if models != [True] + [False] * (len(calls) - 1):
+            return
+        rest = calls[1:]
+        read = {index for call in rest for index in tape.reads(call)}
+        outputs = [index for index in calls[0].results if index in {*read, *outputs}]
+    part = copy.copy(tape)
+    part.calls = calls[: len(calls) - len(rest)]
+    region = Region(engine, part, engine.name_of(path), outputs)
+    with engine.timed() as found:
+        region.run()
+    tape.has_run = True
+    if not path:  # `Engine.call_part` counts the others, with what recording them takes
+        region.use.forwards += 1
+        region.use.seconds += found.seconds
+    if rest and not _run_rest(engine, tape, rest, {index: tape.value(index) for index in outputs}):
+        return
+    tape.is_eager, tape.region = True, region
+    engine._close(tape)
+
+
+def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:
+    """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
+    externals = {index: engine._whole_external(tape, index) for call in calls for index in call.externals}
+    drawn = keyed_randomness(engine.seed, tape.counter)
+    with engine._buffers_kept(True, {}), engine.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
+        tape.replay(calls, env, externals, {name: handle.tensor for name, handle in engine.handles.items()})
+    if drawn.count:
+        return False
+    for value, tensor in env.items():
+        tape.fulfil(value, tensor)
+    return True
 
 
 class Region:
@@ -86,7 +135,7 @@ class Region:
         tape.has_run = True
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
             tensors = [*(tape.sources[index] for index in self.inputs), *(handle.tensor for handle in self.handles)]
-            results = _Compiled.apply(self, *tensors)
+            results = typing.cast("tuple[Tensor, ...]", _Compiled.apply(self, *tensors))
         self._results = [weakref.ref(result) for result in results]
         for index, result in zip(self.outputs, results):
             tape.fulfil(index, result)
@@ -191,7 +240,8 @@ def depends(one: Tensor, other: Tensor) -> bool:
     """Whether `one` is computed from `other`, by their places in autograd's graph."""
     if one.grad_fn is None or other.grad_fn is None:
         return False
-    seen, stack = set(), [one.grad_fn]
+    seen: set[object] = set()
+    stack: list[Any] = [one.grad_fn]
     while stack:
         function = stack.pop()
         if function is other.grad_fn:
@@ -210,6 +260,7 @@ def _grad(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor], twice: bool)
 
 
 def _buffers_read(compiled: "Compiled") -> frozenset[str]:
+    assert isinstance(compiled.graph, StepGraph), "regions are captured by torch.fx"
     used = {node.name for node in compiled.graph.placeholders if node.users}
     return frozenset(item.target for item in compiled.graph.inputs if item.kind is Kind.BUFFER and item.name in used)
 
