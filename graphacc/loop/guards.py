@@ -231,7 +231,20 @@ class Guards:
         Raises:
             LoopError: a container or tensor was changed in place since.
         """
-        now = []
+        with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
+            now = self._differences(held)
+        for place, name, value, _ in now:
+            place.put(name, value)
+        try:
+            yield
+        finally:
+            for place, name, _, present in now:
+                place.put(name, present)
+
+    @staticmethod
+    def _differences(held: tuple) -> list[tuple[_Place, str, object, object]]:
+        """(place, name, value then, value now) of what is not as it was."""
+        found = []
         for place, snapshots, values in held:
             for (name, before), value in zip(snapshots.items(), values):
                 present = place.table.get(name, MISSING)
@@ -243,13 +256,8 @@ class Guards:
                         "recorded call is compiled only then: change it before the call or after the step"
                     )
                 if snapshot(present) != before:
-                    now.append((place, name, present))
-                    place.put(name, value)
-        try:
-            yield
-        finally:
-            for place, name, value in now:
-                place.put(name, value)
+                    found.append((place, name, value, present))
+        return found
 
     def write(self, values: Mapping[str, object]) -> None:
         """Set attributes of modules, by label."""
