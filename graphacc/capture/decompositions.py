@@ -213,6 +213,13 @@ def _select_backward(grad: Tensor, input_sizes: list[int], dim: int, index: int)
     return _slice_backward(grad.unsqueeze(dim), input_sizes, dim, index, index + 1, 1)
 
 
+@_decomposes(aten.rrelu_with_noise_backward.default)
+def _rrelu_backward(grad: Tensor, x: Tensor, noise: Tensor, lower, upper, training: bool, self_is_result: bool) -> Tensor:
+    if training and upper - lower > 1e-6:
+        return grad * noise
+    return torch.where(x > 0, grad, grad * ((lower + upper) / 2))
+
+
 @_decomposes(aten.nll_loss_backward.default)
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor

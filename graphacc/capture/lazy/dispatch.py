@@ -168,6 +168,8 @@ class LazyMode(TorchDispatchMode):
                 result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if given and not self.known(given) and (result := self.whole.lowered(func, args, kwargs)) is not NotImplemented:
+            return result
         return self._by_value(func, args, kwargs, given, f"torch_xla has no HLO for {func}")
 
 
