@@ -48,7 +48,7 @@ def caller(step: HloStep, mesh: Mesh) -> Callable[[WholeCall, Sequence[jax.Array
     places = _Places.of(step, mesh)
 
     def call(whole: WholeCall, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        if whole.operator.startswith("aten."):
+        if not whole.operator.startswith("graphacc."):
             results = _lowered(whole, [cast(array, to_jax(each.dtype)) for array, each in zip(operands, _operands(whole), strict=True)])
         else:
             given = iter(operands)
@@ -68,8 +68,7 @@ def _operands(whole: WholeCall) -> list[Operand]:
 
 def _lowered(whole: WholeCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of an operator of torch's, by its rule: run as a graph of this one node."""
-    packet, overload = whole.operator.removeprefix("aten.").split(".")
-    operator, graph = getattr(getattr(torch.ops.aten, packet), overload), torch.fx.Graph()
+    operator, graph = functools.reduce(getattr, whole.operator.split("."), torch.ops), torch.fx.Graph()
     unfed = iter(arrays)
 
     def feed(operand: Operand) -> torch.fx.Node:

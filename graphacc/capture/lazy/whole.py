@@ -95,7 +95,7 @@ class WholeCalls:
 
     def lowered(self, func, args: tuple, kwargs: dict) -> object:
         """Record an operator that has a rule in `graphacc.lowering`; NotImplemented where it has none."""
-        if find(func) is None or func._schema.is_mutable:
+        if find(func) is None or func._schema.is_mutable or func.namespace == "graphacc":
             return NotImplemented
         recorded = iter(self._record(func, args, annotation().get("module_path", ""), kwargs))
         return pytree.tree_map_only(Tensor, lambda _: next(recorded), described(func, args, kwargs))
