@@ -39,6 +39,7 @@ class WholeCall:
 
     operator: str  # "graphacc.flash_attention.default"
     arguments: tuple  # all of the operator's, an `Operand` in the place of each tensor
+    keywords: tuple[tuple[str, object], ...] = ()  # those that are given by name, alike
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each
     module_path: str  # the submodule that called it; for a backward that of the forward
     stack_trace: str  # lines of the user's code; "" for a backward

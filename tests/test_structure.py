@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "strategy": {"errors", "graph", "ops"},
     "costs": {"errors", "graph", "ops", "passes.memory"},
     "passes.memory": {"errors", "kernels"},
-    "capture": {"errors", "_compat", "graph", "hlo", "ops"},
+    "capture": {"errors", "_compat", "graph", "hlo", "ops", "lowering"},
     "passes": {"errors", "_compat", "graph", "hlo", "ops", "strategy"},
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
     "runtime": {"errors", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},

@@ -211,6 +211,17 @@ def backend_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def more_cpu_devices(num_devices: int) -> list[jax.Device]:
+    """Virtual CPU devices on a client of their own, beside JAX's: `jax.devices()` stays as it is. They last as long as the process.
+
+    Arrays and programs find their client by their devices, so all of JAX's public functions work on them.
+    """
+    from jax._src import xla_bridge
+    from jaxlib import xla_client
+
+    return xla_client.make_cpu_client(asynchronous=xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value, num_devices=num_devices).devices()
+
+
 def accelerator_present() -> bool:
     """Whether this machine shows a GPU or TPU, without starting a backend."""
     from jax._src import hardware_utils

@@ -236,6 +236,21 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
+def described(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
+    """The results of an operator as tensors that have only shape and dtype."""
+    from torch.utils import _pytree as pytree
+
+    def run(make, device: str) -> object:
+        given = pytree.tree_map_only(torch.Tensor, lambda x: make(x.shape, dtype=x.dtype, device=device), (args, kwargs))
+        return func(*given[0], **given[1])
+
+    with without_modes(), torch.no_grad():
+        try:
+            return run(torch.empty, "meta")
+        except NotImplementedError:  # some backward operators of losses can only be run
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), run(torch.zeros, "cpu"))
+
+
 def storage_users(tensor) -> int:
     """How many objects (the tensor, views and detached tensors, a storage that Python holds) share the memory of `tensor`."""
     return _references(tensor) - _REFERENCES_OF_ONE + 1

@@ -213,6 +213,43 @@ def _select_backward(grad: Tensor, input_sizes: list[int], dim: int, index: int)
     return _slice_backward(grad.unsqueeze(dim), input_sizes, dim, index, index + 1, 1)
 
 
+@_decomposes(aten.elu_backward.default)
+def _elu_backward(grad: Tensor, alpha, scale, input_scale, is_result: bool, x: Tensor) -> Tensor:
+    """Also of selu and celu. A NaN gives NaN, here and below as torch's kernels have it; its decompositions (2.9) have other branches."""
+    slope = x + alpha * scale if is_result else torch.exp(x * input_scale) * (alpha * scale)
+    return torch.where(x > 0, grad * scale, grad * slope * input_scale)
+
+
+@_decomposes(aten.hardtanh_backward.default)
+def _hardtanh_backward(grad: Tensor, x: Tensor, low, high) -> Tensor:
+    return torch.where((x > low) & (x < high), grad, 0.0)
+
+
+@_decomposes(aten.hardshrink_backward.default, aten.softshrink_backward.default)
+def _shrink_backward(grad: Tensor, x: Tensor, bound) -> Tensor:
+    return torch.where((x > bound) | (x < -bound), grad, 0.0)
+
+
+@_decomposes(aten.hardswish_backward.default)
+def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, grad, grad * (x / 3 + 0.5)))
+
+
+@_decomposes(aten.smooth_l1_loss_backward.default)
+def _smooth_l1_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    difference = x - target
+    grad = grad / x.numel() if reduction == 1 else grad
+    inside = grad * difference / beta
+    return torch.where(difference >= beta, grad, torch.where(difference <= -beta, -grad, inside))
+
+
+@_decomposes(aten.rrelu_with_noise_backward.default)
+def _rrelu_backward(grad: Tensor, x: Tensor, noise: Tensor, lower, upper, training: bool, self_is_result: bool) -> Tensor:
+    if training and upper - lower > 1e-6:
+        return grad * noise
+    return torch.where(x > 0, grad, grad * ((lower + upper) / 2))
+
+
 @_decomposes(aten.nll_loss_backward.default)
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor

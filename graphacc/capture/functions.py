@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
 from torch.overrides import TorchFunctionMode
 
 from graphacc._compat.torch_ import without_onednn
@@ -173,6 +174,26 @@ def _padded_targets(targets: Tensor, lengths: Tensor) -> Tensor:
     return targets[places.clamp(max=max(targets.numel() - 1, 0))] if targets.numel() else targets.new_zeros(lengths.numel(), width)
 
 
+def multilabel_margin_loss(input: Tensor, target: Tensor, size_average=None, reduce=None, reduction: str = "mean") -> Tensor:
+    """torch.nn.functional.multilabel_margin_loss; torch's decomposition (2.9) also counts targets behind the first -1.
+
+    Args:
+        input: [N, C] or [C].
+        target: class numbers, int64, of input's shape; in each row those before the first -1 count.
+    """
+    if input.shape != target.shape or input.dim() not in (1, 2):
+        raise ValueError(f"multilabel_margin_loss: input {list(input.shape)} and target {list(target.shape)} must have one shape, [N, C] or [C]")
+    if size_average is not None or reduce is not None:
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
+    counts = (target >= 0).to(torch.int64).cumprod(-1) == 1
+    place = torch.where(counts, target, 0)
+    is_target = ((place.unsqueeze(-1) == torch.arange(input.shape[-1], device=input.device)) & counts.unsqueeze(-1)).any(-2)
+    margin = 1.0 - input.gather(-1, place).unsqueeze(-1) + input.unsqueeze(-2)  # [N, targets, C]
+    counted = counts.unsqueeze(-1) & ~is_target.unsqueeze(-2) & (margin > 0)
+    loss = torch.where(counted, margin, 0.0).sum((-1, -2)) / input.shape[-1]
+    return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -180,4 +201,10 @@ class WrittenOut(TorchFunctionMode):
         return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
 
 
-_WRITTEN_OUT = {F.embedding_bag: embedding_bag, torch.lstm: lstm, F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}
+_WRITTEN_OUT = {
+    F.embedding_bag: embedding_bag,
+    F.multilabel_margin_loss: multilabel_margin_loss,
+    torch.lstm: lstm,
+    F.ctc_loss: ctc_loss,
+    torch.ctc_loss: ctc_loss,
+}

@@ -55,6 +55,7 @@ class Streams:
             aten.normal.Tensor_Tensor: self._normal_tensors,
             aten.normal.float_float: self._normal_size,
             aten.multinomial.default: self._multinomial,
+            aten.rrelu_with_noise_functional.default: self._rrelu,
         }
 
     def bits(self, size) -> Tensor:
@@ -101,6 +102,13 @@ class Streams:
             return x, torch.ones(x.shape, dtype=torch.bool, device=x.device)
         kept = self.uniform(x.shape) >= p
         return x * kept.to(x.dtype) * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
+
+    def _rrelu(self, x: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training: bool = False, generator=None) -> tuple[Tensor, Tensor]:
+        """The result, and the noise that the backward reads; in evaluation it reads none."""
+        if not training:
+            return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise
+        slope = torch.where(x > 0, 1.0, self.uniform(x.shape) * (upper - lower) + lower).to(x.dtype)
+        return x * slope, slope
 
     def _uniform(self, x: Tensor, low: float = 0.0, high: float = 1.0, generator=None) -> Tensor:
         return (self.uniform(x.shape) * (high - low) + low).to(x.dtype)
@@ -155,6 +163,10 @@ class KeyedRandomness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is aten.rrelu_with_noise.default:
+            result, noise = self._table[aten.rrelu_with_noise_functional.default](*args, **kwargs)
+            args[1].copy_(noise)
+            return result
         rule = self._table.get(self._in_place.get(func, func))
         if rule is None:
             return func(*args, **kwargs)

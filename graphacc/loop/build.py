@@ -194,7 +194,7 @@ def _microbatch_dim(tensor: Tensor, tape: Tape) -> int | None:
 
 
 def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:
-    """A function that gives a value of the whole batch from its microbatches: joined along dim 0, or the mean of numbers.
+    """A function that gives a value of the whole batch from its microbatches: joined along the dim that grows with them, or the mean of numbers.
 
     Args:
         parts: fetch one microbatch's value each.
@@ -208,11 +208,12 @@ def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Ca
         shape = tuple(values[0].shape)
         if not shape and values[0].is_floating_point():
             return torch.stack(values).mean()
-        if shape and (shape[0] * len(values), *shape[1:]) == tuple(like.shape):
-            return torch.cat(values)
+        joined = [dim for dim, size in enumerate(shape) if (*shape[:dim], size * len(values), *shape[dim + 1 :]) == tuple(like.shape)]
+        if joined:
+            return torch.cat(values, joined[0])
         raise LoopError(
             f"the loop reads a {values[0].dtype} of shape {list(like.shape)} that is computed from the model's results, in "
-            f"microbatches={len(parts)} parts of shape {list(shape)}: only values with the batch in dim 0 and floating-point numbers, whose "
+            f"microbatches={len(parts)} parts of shape {list(shape)}: only values with the batch in one dim and floating-point numbers, whose "
             "mean is taken, can be put together; compute others from such values after optimizer.step()"
         )
 

@@ -194,11 +194,18 @@ class Programs:
             return compiled.constants[item.target]
         return self.state.get(item) if item.kind in STATE_KINDS else self._feed(item, feeds[item.kind, item.target])
 
-    def stand_in(self, path: str, tensor: Tensor) -> Tensor:
-        """A tensor of the whole batch's shape for one that the loop gives: itself, unless it is this process's part."""
+    def stand_in(self, path: str, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        """A tensor of the whole batch's shape for one that the loop gives: itself, unless it is this process's part of the batch.
+
+        Args:
+            given: the tensors of the step so far, by path, in order; the first with a dim tells this process's batch size.
+        """
         dim = self.batch_dims.get(path, 0)
         if not self.local_batch or process_count() == 1 or dim is None or dim >= tensor.dim():
             return tensor
+        sizes = (leaf.shape[at] for name, leaf in given.items() if (at := self.batch_dims.get(name, 0)) is not None and at < leaf.dim())
+        if path not in self.batch_dims and tensor.shape[dim] != next(sizes, tensor.shape[dim]):
+            return tensor  # such as the weights of classes: whole in every process
         shape = list(tensor.shape)
         shape[dim] *= process_count()
         return torch.zeros(shape, dtype=tensor.dtype)

@@ -221,9 +221,10 @@ class Tape:
         path = f"{len(self.calls)}.{path}" if self.calls else path
         path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
         self.sources.append(leaf)
-        self.externals.append(self.engine.programs.stand_in(path, leaf) if self.backward_at is None else leaf)
-        self.external_versions.append(_version(leaf))
         self.external_paths.append(path)
+        given = dict(zip(self.external_paths, self.sources, strict=True))
+        self.externals.append(self.engine.programs.stand_in(path, leaf, given) if self.backward_at is None else leaf)
+        self.external_versions.append(_version(leaf))
         if wanted:
             self.differentiable.add(len(self.externals) - 1)
         return External(len(self.externals) - 1)

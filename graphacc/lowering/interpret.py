@@ -15,6 +15,7 @@ from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
 from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
 from graphacc.lowering.registry import Context, find, reason
+from graphacc.lowering.settled import compared_with_themselves, settled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def lower(step: StepGraph) -> Callable[..., tuple[jax.Array, ...]]:
 
 def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
     """Run the rules of a graph's nodes on arrays for its placeholders; the result has the structure of its output."""
-    last_use = _last_uses(graph)
+    last_use, compared = _last_uses(graph), compared_with_themselves(graph)
     inputs = iter(arrays)
     env: dict[torch.fx.Node, object] = {}
     for node in graph.nodes:
@@ -104,7 +105,8 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = _run_node(node, args, kwargs)
+            value = _run_node(node, args, kwargs)
+            env[node] = settled(value) if node in compared else value
         for dead in last_use.get(node, ()):
             del env[dead]
     raise AssertionError("a torch.fx graph ends in an output node")

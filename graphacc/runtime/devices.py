@@ -3,12 +3,13 @@
 import math
 import os
 import re
+import threading
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from graphacc._compat.jax_ import accelerator_present, backend_started
+from graphacc._compat.jax_ import accelerator_present, backend_started, more_cpu_devices
 from graphacc.errors import StrategyError
 from graphacc.runtime.distributed import process_count
 from graphacc.strategy.spec import Strategy
@@ -25,17 +26,19 @@ def default_platform() -> str:
 
 
 def available_devices() -> int:
-    """The number of devices that there are; starts JAX's backend."""
+    """The number of devices that JAX has of itself; starts its backend."""
     return len(jax.devices())
 
 
 def select_devices(num_devices: int | None = None, platform: str | None = None) -> list[jax.Device]:
     """The first `num_devices` devices; in a run of several processes, as many of each process, in the processes' order.
 
-    On CPU the devices are virtual: if JAX has not started yet, it is set up to make as many as are asked for.
+    On CPU the devices are virtual. Where JAX has too few, they are made on a second client beside JAX's own, at any time: models on
+    different numbers of devices live in one process, and `jax.devices()` stays as the user has it. In a run of several processes
+    only JAX's own client is connected with the others: it is set up to have as many as are asked for if it has not started yet.
 
     Args:
-        num_devices: how many; None for all that there are.
+        num_devices: how many; None for all that JAX has.
         platform: "cpu", "gpu" or "tpu"; None for JAX's default.
 
     Raises:
@@ -46,16 +49,32 @@ def select_devices(num_devices: int | None = None, platform: str | None = None) 
     started, processes = backend_started(), process_count()
     if num_devices is not None and num_devices % processes:
         raise StrategyError(f"devices={num_devices} cannot be shared by {processes} processes: choose a multiple of {processes}")
-    if num_devices is not None and not started:
+    if num_devices is not None and processes > 1 and not started:
         jax.config.update("jax_num_cpu_devices", max(num_devices // processes, _configured_cpu_devices()))
     devices = jax.devices(platform)
     if num_devices is None:
         return devices
+    if processes == 1 and devices[0].platform == "cpu" and len(devices) < num_devices:
+        devices = _virtual_devices(num_devices)
     shares = [[device for device in devices if device.process_index == rank][: num_devices // processes] for rank in range(processes)]
     chosen = [device for share in shares for device in share]
     if len(chosen) < num_devices:
-        raise StrategyError(_too_few(num_devices, devices, started))
+        raise StrategyError(_too_few(num_devices, devices))
     return chosen
+
+
+_virtual: list[list[jax.Device]] = []
+"""The devices of each CPU client that was made beside JAX's own."""
+
+_virtual_lock = threading.Lock()
+
+
+def _virtual_devices(num_devices: int) -> list[jax.Device]:
+    """At least `num_devices` devices of one client; the same ones for every model that they are enough for."""
+    with _virtual_lock:
+        if not any(len(devices) >= num_devices for devices in _virtual):
+            _virtual.append(more_cpu_devices(num_devices))
+        return next(devices for devices in _virtual if len(devices) >= num_devices)
 
 
 def _configured_cpu_devices() -> int:
@@ -64,18 +83,15 @@ def _configured_cpu_devices() -> int:
     return max(jax.config.jax_num_cpu_devices, int(found[-1]) if found else 0)
 
 
-def _too_few(wanted: int, devices: Sequence[jax.Device], started: bool) -> str:
-    platform = devices[0].platform
+def _too_few(wanted: int, devices: Sequence[jax.Device]) -> str:
+    platform, processes = devices[0].platform, process_count()
     message = f"{wanted} devices are wanted, JAX has {len(devices)} on {platform}"
     if platform != "cpu":
         return f"{message}: set devices={len(devices)} or less, or run on CPU with JAX_PLATFORMS=cpu"
-    if process_count() > 1:
-        return f"{message} in {process_count()} processes: each process must have the same share of them"
     return (
-        f"{message}. Virtual CPU devices can only be made before JAX is first used in the process, and it has been used: call "
-        "graphacc.compile before the first use of jax, or start with "
-        f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}, or with "
-        f'jax.config.update("jax_num_cpu_devices", {wanted})'
+        f"{message} in {processes} processes. There virtual CPU devices can only be made before JAX is first used: call graphacc.compile before "
+        "the first use of jax, and the model with the most devices first, or start every process with "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted // processes}"
     )
 
 

@@ -1,5 +1,7 @@
 """The operators that stay whole in an HloStep, as JAX functions of global arrays.
 
+An operator of torch's is computed by its rule in `graphacc.lowering`, and XLA partitions what that consists of.
+
 XLA's partitioner cannot look into a kernel: it would gather every operand. So attention is made manual over the whole mesh: its batch is
 split along the data axes where the step's batch is, and its heads along ``tp`` where parameters of the module that calls it are.
 Every device then runs the kernel on what it has; with fewer key heads than devices, on a copy. Where sizes do not divide, every
@@ -17,12 +19,17 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.utils import _pytree as pytree
 
+from graphacc._compat.jax_ import x64
+from graphacc._compat.torch_ import described
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep, Operand, WholeCall
 from graphacc.lowering.dtypes import cast, to_jax, wide
+from graphacc.lowering.interpret import run_graph
 from graphacc.lowering.registry import find
 
 log = logging.getLogger("graphacc")
@@ -41,15 +48,41 @@ def caller(step: HloStep, mesh: Mesh) -> Callable[[WholeCall, Sequence[jax.Array
     places = _Places.of(step, mesh)
 
     def call(whole: WholeCall, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        given = iter(operands)
-        arguments = [cast(next(given), to_jax(each.dtype)) if isinstance(each, Operand) else each for each in whole.arguments]
-        results = _attention(whole, arguments, places) if whole.operator in _ARGUMENTS else [_marked(whole, *arguments, places)]
+        if not whole.operator.startswith("graphacc."):
+            results = _lowered(whole, [cast(array, to_jax(each.dtype)) for array, each in zip(operands, _operands(whole), strict=True)])
+        else:
+            given = iter(operands)
+            arguments = [cast(next(given), to_jax(each.dtype)) if isinstance(each, Operand) else each for each in whole.arguments]
+            results = _attention(whole, arguments, places) if whole.operator in _ARGUMENTS else [_marked(whole, *arguments, places)]
         for result, (shape, dtype) in zip(results, whole.results, strict=True):
             wanted = shape, to_jax(dtype)
             assert (result.shape, result.dtype) == wanted, f"{whole.operator} gives {result.aval}, not {wanted}"
         return results
 
     return call
+
+
+def _operands(whole: WholeCall) -> list[Operand]:
+    return [leaf for leaf in pytree.tree_leaves((whole.arguments, dict(whole.keywords))) if isinstance(leaf, Operand)]
+
+
+def _lowered(whole: WholeCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of an operator of torch's, by its rule: run as a graph of this one node."""
+    operator, graph = functools.reduce(getattr, whole.operator.split("."), torch.ops), torch.fx.Graph()
+    unfed = iter(arrays)
+
+    def feed(operand: Operand) -> torch.fx.Node:
+        node = graph.placeholder("operand")
+        node.meta["val"] = torch.empty(next(unfed).shape, dtype=operand.dtype, device="meta")
+        return node
+
+    args, kwargs = pytree.tree_map_only(Operand, feed, (whole.arguments, dict(whole.keywords)))
+    call = graph.call_function(operator, args, kwargs)
+    call.meta["stack_trace"] = whole.stack_trace
+    call.meta["val"] = described(operator, *torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"]))
+    graph.output(call)
+    with x64():
+        return [leaf for leaf in jax.tree.leaves(run_graph(graph, arrays)) if leaf is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,7 @@ def test_operators_of_one_step_draw_different_numbers():
         (lambda x, w: torch.randint(0, 10, (64, 64)).float(), 4.5, 99 / 12),
         (lambda x, w: torch.bernoulli(x * 0.2), 0.2, 0.16),
         (lambda x, w: torch.multinomial(x, 64, replacement=True).float(), 31.5, 4095 / 12),
+        (lambda x, w: F.rrelu(x * 0 - 1, 0.2, 0.6, training=True), -0.4, 0.16 / 12),
     ],
 )
 def test_moments(draw, mean, variance):
@@ -111,8 +112,8 @@ def test_attention_dropout_is_linear_in_the_values():
 
 
 def test_unknown_random_operator_is_named_with_its_line():
-    model = Applied(lambda x, w: F.rrelu(x @ w, training=True).sum())
-    with pytest.raises(CaptureError, match=r"(?s)aten.rrelu_with_noise.*test_randomness.py.*F.rrelu\(x @ w"):
+    model = Applied(lambda x, w: (x @ w + torch.empty(64, 64).cauchy_()).sum())
+    with pytest.raises(CaptureError, match=r"(?s)aten.cauchy.*test_randomness.py.*x @ w"):
         joint_of(model, {"x": X})
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from operator_database import op_db
+from operators_with_gradients import CASES, with_gradient
 from test_lazy_capture import run
 from tolerances import assert_close
 from torch.utils import _pytree as pytree
@@ -69,3 +70,17 @@ def test_what_is_recorded_agrees_with_eager_torch():
             assert_close(next(got), result, what=name)
     assert {name for name, _, _ in recorded} >= set(FIXED)
     assert len({name for name, _, _ in recorded}) >= FLOOR * len({name for name, _, _ in found})
+
+
+def test_operators_with_gradients():
+    """Those that torch_xla has no HLO for are computed by their rules of the FX capture."""
+    functions, tensors = zip(*map(with_gradient, CASES))
+    expected = [result for function, x in zip(functions, tensors) for result in function(x)]
+
+    def together(*given):
+        with torch.enable_grad():  # a forward alone is captured without
+            return [result for function, x in zip(functions, given) for result in function(x)]
+
+    got = run(together, *tensors)
+    for result, wanted, name in zip(got, expected, [name for name in CASES for _ in range(2)], strict=True):
+        assert_close(result, wanted, what=name)

@@ -17,8 +17,8 @@ from graphacc.lowering.dtypes import from_torch, to_torch
 from graphacc.runtime.program import FAST_COMPILE
 
 
-def step_graph(function, *tensors, inside_mode=False) -> StepGraph:
-    """The ATen graph of ``function(*tensors)`` without decompositions; its tensor results are the outputs.
+def step_graph(function, *tensors, inside_mode=False, decompositions=None) -> StepGraph:
+    """The ATen graph of ``function(*tensors)``, without decompositions if none are given; its tensor results are the outputs.
 
     `inside_mode` traces operators without tensor arguments as fake ones too.
     """
@@ -29,7 +29,7 @@ def step_graph(function, *tensors, inside_mode=False) -> StepGraph:
         return tuple(x for x in pytree.tree_leaves(function(*args)) if isinstance(x, torch.Tensor))
 
     with mode if inside_mode else contextlib.nullcontext():
-        module = trace_functional(flat, fakes, {})
+        module = trace_functional(flat, fakes, decompositions or {})
     for node in module.graph.nodes:
         node.meta["phase"] = Phase.FORWARD
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

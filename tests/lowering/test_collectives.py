@@ -137,3 +137,13 @@ def test_unequal_splits_are_refused():
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(graphacc.lowering.interpret.LoweringError, match="'median' has no lowering"):
         _run(lambda x: c10d.all_reduce(x, "median", "dp"), X)
+
+
+@pytest.mark.parametrize("group", SUM_GROUPS)
+@pytest.mark.parametrize("op", ("max", "min"))
+def test_a_nan_of_one_device_wins(group, op):
+    x = X.clone()
+    x[3, 5], x[6, :4] = torch.nan, torch.nan
+    whole = _expected(group, lambda members, _: REDUCTIONS[op](x[members]))
+    got = _run(lambda x: c10d.wait_tensor(c10d.all_reduce(x, op, group)), x)
+    assert torch.allclose(got, whole, rtol=0, atol=0, equal_nan=True)

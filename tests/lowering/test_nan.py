@@ -13,6 +13,7 @@ from tolerances import assert_close
 
 import graphacc.lowering
 from graphacc._compat.jax_ import x64
+from graphacc.capture.decompositions import decompositions
 
 REDUCTIONS = {
     "amax": lambda x: x.amax(-1),
@@ -108,6 +109,43 @@ def test_gradients(name):
         return torch.autograd.grad((values * weights).sum(), x)
 
     check(gradient)
+
+
+WITH_BRANCHES = {
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": lambda x: F.celu(x, 1.3),
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "relu6": F.relu6,
+    "hardtanh of a maximum": lambda x: F.hardtanh(x).amax(-1),
+    "smooth_l1": lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"),
+    "huber": lambda x: F.huber_loss(x, torch.zeros_like(x), reduction="none"),
+    "prod": lambda x: x.prod(-1),
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "leaky_relu": F.leaky_relu,
+    "heaviside": lambda x: torch.heaviside(x.detach(), x.detach().abs()) + x,
+}
+
+
+@pytest.mark.parametrize("name", WITH_BRANCHES)
+def test_gradients_of_functions_with_branches(name):
+    """In the graph of a step, where capture has taken operators apart; also at the places where the branches meet."""
+    x = torch.randn(64, 96)
+    x[1, 3], x[2, 2], x[3, 3] = torch.nan, torch.inf, -torch.inf
+    x[0, :8] = torch.tensor([3.0, -3.0, 0.0, 1.0, -1.0, 6.0, 0.5, -0.5])
+
+    def both(x):
+        x = x.detach().requires_grad_()
+        result = WITH_BRANCHES[name](x)
+        return result.detach(), torch.autograd.grad((result * torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape)).sum(), x)[0]
+
+    step = step_graph(both, x, decompositions=decompositions())
+    with x64():
+        compiled = jax.jit(graphacc.lowering.lower(step))
+        for given in (x, -x):
+            for mine, theirs in zip(compiled(to_array(given)), both(given), strict=True):
+                assert torch.allclose(to_tensor(mine), theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_a_mask_does_not_hide_what_is_not_finite():

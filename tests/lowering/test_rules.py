@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from helpers_lowering import check_lowering, run_lowered, step_graph
+from operators_with_gradients import CASES, with_gradient
 
 import graphacc.ops  # noqa: F401  (registers the operators)
+from graphacc.capture.functions import WrittenOut
 from graphacc.errors import LoweringError
 
 NAN, INF = float("nan"), float("inf")
@@ -384,3 +386,11 @@ def test_constants_of_random_numbers_are_refused_with_the_way_out():
 def test_math_constants_are_not_rounded_to_the_default_dtype():
     x = torch.tensor([1.0], dtype=torch.float64)
     check_lowering(lambda x: x * math.pi + 1e-12, x)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "rrelu" not in name])  # rrelu is no operator of a StepGraph
+def test_operators_with_gradients(name):
+    function, x = with_gradient(name)
+    with WrittenOut():
+        step = step_graph(function, x)
+    check_lowering(function, x, step=step)

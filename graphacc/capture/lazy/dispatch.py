@@ -99,6 +99,7 @@ class LazyMode(TorchDispatchMode):
         else:
             try:
                 result = _record(func, _promoted(func, args, given), kwargs)
+                result = _apart(result) if inside else result
             except NotRecorded:
                 result = self._without_form(func, args, kwargs, given)
         return pytree.tree_map_only(Tensor, _inner if inside else _functional, result)
@@ -168,6 +169,8 @@ class LazyMode(TorchDispatchMode):
                 result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if given and not self.known(given) and (result := self.whole.lowered(func, args, kwargs)) is not NotImplemented:
+            return result
         return self._by_value(func, args, kwargs, given, f"torch_xla has no HLO for {func}")
 
 
@@ -187,6 +190,13 @@ def _copying(func):
     """
     packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_copy", None) if func.is_view else None
     return getattr(packet, func._overloadname, func) if packet is not None else func
+
+
+def _apart(result: object) -> object:
+    """Several results as nodes of their own: index_select and embedding end the process where the index is the second result of a sort."""
+    if not isinstance(result, tuple):
+        return result
+    return tuple(x if i == 0 or not isinstance(x, Tensor) else torch.view_copy(x, x.shape) for i, x in enumerate(result))
 
 
 def _over_all_dims(args: tuple, kwargs: dict, func) -> tuple[tuple, dict]:

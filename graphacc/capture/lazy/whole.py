@@ -4,20 +4,24 @@
   backward, always as graphacc::flash_attention. A bool mask becomes a bias of 0 and -inf.
 - `graphacc.mark_sharding` of an activation, and of its gradient.
 
+- An operator of torch's without a form as HLO that has a rule in `graphacc.lowering`, which then computes it as in the FX capture.
+
 Attention that a model writes out in products and a softmax is recorded as it is written.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.jax_ import WHOLE_CALL
-from graphacc._compat.torch_ import annotation, without_modes
+from graphacc._compat.torch_ import annotation, described
 from graphacc.capture.lazy import xla
 from graphacc.hlo import Draw, Operand, WholeCall
+from graphacc.lowering.registry import find
 from graphacc.ops.flash_attention import EmptyRows
 
 ops, aten = torch.ops.graphacc, torch.ops.aten
@@ -89,15 +93,21 @@ class WholeCalls:
         lse = args[10]
         return self._record(ops.flash_attention_backward.default, args, self._modules[xla.tensor_id(lse)])
 
-    def _record(self, func, args: tuple, module: str) -> list[Tensor]:
-        operands = [arg for arg in args if isinstance(arg, Tensor)]
-        with without_modes():
-            described = func(*pytree.tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), args))
-        results = tuple((tuple(x.shape), x.dtype) for x in pytree.tree_leaves(described))
+    def lowered(self, func, args: tuple, kwargs: dict) -> object:
+        """Record an operator that has a rule in `graphacc.lowering`; NotImplemented where it has none."""
+        if find(func) is None or func._schema.is_mutable or func.namespace == "graphacc":
+            return NotImplemented
+        recorded = iter(self._record(func, args, annotation().get("module_path", ""), kwargs))
+        return pytree.tree_map_only(Tensor, lambda _: next(recorded), described(func, args, kwargs))
+
+    def _record(self, func, args: tuple, module: str, kwargs: Mapping[str, object] = MappingProxyType({})) -> list[Tensor]:
+        operands = [arg for arg in pytree.tree_leaves((args, dict(kwargs))) if isinstance(arg, Tensor)]
+        results = tuple((tuple(x.shape), x.dtype) for x in pytree.tree_leaves(described(func, args, dict(kwargs))) if x is not None)
         self.calls.append(
             WholeCall(
                 operator=str(func),
                 arguments=tuple(_fixed(arg) for arg in args),
+                keywords=tuple((name, _fixed(value)) for name, value in kwargs.items()),
                 results=results,
                 module_path=module,
                 stack_trace=annotation().get("stack_trace", ""),
@@ -109,4 +119,4 @@ class WholeCalls:
 def _fixed(argument: object) -> object:
     if isinstance(argument, Tensor):
         return Operand(argument.dtype)
-    return tuple(argument) if isinstance(argument, (list, tuple)) else argument
+    return tuple(map(_fixed, argument)) if isinstance(argument, (list, tuple)) else argument

@@ -41,7 +41,7 @@ def written_out() -> dict[torch._ops.OpOverload, Callable]:
         aten.count_nonzero.default: _count_nonzero,  # torch_xla records the shape of the whole tensor
         aten.count_nonzero.dim_IntList: _count_nonzero,
         aten._chunk_cat.default: decomposition(aten._chunk_cat.default),  # torch's own form resizes, which is lost
-        aten.linalg_inv_ex.default: _refused,  # torch_xla's `info` has another shape
+        aten.linalg_inv_ex.default: _by_rule,  # torch_xla's `info` has another shape
     }
 
 
@@ -58,7 +58,7 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     """Whether torch_xla's own form of an operator gives another result than torch for these arguments.
 
     It knows no divisor and no uneven last window of average pooling, pools to sizes that do not divide to wrong shapes, and is wrong about
-    enlargement by fractions and distances of order 0 and infinity. The loss of one sample without a batch ends the process.
+    enlargement by fractions and distances of order 0 and infinity, and broadcasts no batches of distances. The loss of one sample without a batch ends the process.
     """
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     if func in _NEAREST:
@@ -70,6 +70,8 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     if func in _ADAPTIVE_BACKWARD:
         dims = _ADAPTIVE_BACKWARD[func]
         return any(size % max(out, 1) for size, out in zip(args[1].shape[-dims:], args[0].shape[-dims:]))
+    if func is aten._cdist_forward.default:
+        return args[0].shape[:-2] != args[1].shape[:-2]
     if func in _NLL_LOSSES:
         return given["self"].dim() == 1
     return func is aten._pdist_forward.default and given.get("p", 2.0) in (0.0, math.inf)
@@ -79,7 +81,8 @@ def _count_nonzero(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     return (x != 0).sum(dim) if dim is not None else (x != 0).sum()
 
 
-def _refused(*args, **kwargs):
+def _by_rule(*args, **kwargs):
+    """By the operator's rule in `graphacc.lowering`, in no other operators."""
     return NotImplemented
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from graphacc.lowering.dtypes import cast
+from graphacc.lowering.dtypes import cast, is_float
 from graphacc.lowering.registry import register
 
 
@@ -31,6 +31,18 @@ def _bool_as_int(function):
     return reduce
 
 
+def _with_nan(function):
+    """A NaN of any device wins, which a reduction of XLA's between devices does not promise."""
+
+    def reduce(x, axes):
+        if not is_float(x):
+            return function(x, axes)
+        is_nan = lax.pmax((x != x).astype(np.int32), axes)
+        return jnp.where(is_nan > 0, np.asarray(np.nan, x.dtype), function(x, axes))
+
+    return reduce
+
+
 def _mean(x, axes):
     return lax.psum(x, axes) / np.asarray(lax.axis_size(axes), x.dtype)
 
@@ -38,8 +50,8 @@ def _mean(x, axes):
 _REDUCE = {
     "sum": _bool_as_int(lax.psum),
     "avg": _mean,
-    "max": _bool_as_int(lax.pmax),
-    "min": _bool_as_int(lax.pmin),
+    "max": _with_nan(_bool_as_int(lax.pmax)),
+    "min": _with_nan(_bool_as_int(lax.pmin)),
     "product": lambda x, axes: jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype),
 }
 

@@ -8,6 +8,8 @@ compared with eager torch by test_opinfo.py, backward ones by test_rules.py.
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -51,7 +53,6 @@ DECOMPOSED = (
     "aten.mse_loss.default",
     "aten.mse_loss_backward.default",
     "aten.multi_margin_loss.default",
-    "aten.multilabel_margin_loss_forward.default",
     "aten.native_batch_norm_backward.default",
     "aten.native_group_norm.default",
     "aten.native_group_norm_backward.default",
@@ -124,6 +125,15 @@ def _grid_sampler_backward(ctx, grad, x, grid, interpolation_mode, padding_mode,
 
     grads = jax.vjp(call, x, grid)[1](grad)
     return tuple(None if said is None else value for value, said in zip(grads, ctx.val))
+
+
+@register(*(f"aten.replication_pad{dims}d_backward.default" for dims in (1, 2, 3)))
+def _replication_pad_backward(ctx, grad, x, padding):
+    before = [(low, high) for low, high in zip(padding[-2::-2], padding[::-2])]
+    widths = [(0, 0)] * (x.ndim - len(before)) + before
+    place = np.ix_(*(np.clip(np.arange(-low, size + high), 0, size - 1) for size, (low, high) in zip(x.shape, widths)))
+    total = jnp.zeros(x.shape, wide(grad.dtype)).at[place].add(cast(grad, wide(grad.dtype)))
+    return cast(total, ctx.dtype)
 
 
 @register("aten.upsample_bicubic2d_backward.default")

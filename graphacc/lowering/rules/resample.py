@@ -1,8 +1,11 @@
-"""Upsampling by nearest neighbour or linear interpolation, one dim at a time, with constant indices and weights."""
+"""Resizing by nearest neighbour or interpolation, antialiased or not, one dim at a time, with constant indices and weights."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
@@ -82,6 +85,40 @@ def _register_linear(name):
         return _backward(resize(align_corners), ctx, grad, scales)
 
 
+@functools.lru_cache(maxsize=256)
+def _antialiased_weights(name: str, size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
+    """[size, out]: what torch's kernel makes of each element of one dim (the last: it is wrong about a width of 1)."""
+    with torch.inference_mode():
+        elements = torch.eye(size, dtype=torch.float64).reshape(1, 1, size, size)
+        return getattr(torch.ops.aten, name).default(elements, [size, out], align_corners, None, scale)[0, 0].numpy()
+
+
+def _antialiased(name, align_corners):
+    def resize(x, out, scales):
+        for dim, n, scale in zip((2, 3), out, scales):
+            matrix = _antialiased_weights(name, x.shape[dim], n, align_corners, scale).astype(x.dtype)
+            x = jnp.moveaxis(jnp.tensordot(x, matrix, (dim, 0), precision="highest"), -1, dim)
+        return x
+
+    return resize
+
+
+def _register_antialiased(name):
+    @register(f"aten.{name}.default")
+    def forward(ctx, x, output_size, align_corners, *scales):
+        return _forward(_antialiased(name, align_corners), ctx, x, scales)
+
+    @register(f"aten.{name}.vec")
+    def forward_vec(ctx, x, output_size, align_corners, scale_factors):
+        return _forward(_antialiased(name, align_corners), ctx, x, scale_factors or () if output_size is None else ())
+
+    @register(f"aten.{name}_backward.default")
+    def backward(ctx, grad, output_size, input_size, align_corners, *scales):
+        return _backward(_antialiased(name, align_corners), ctx, grad, scales)
+
+
+for _name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
+    _register_antialiased(_name)
 for _spatial in (1, 2, 3):
     _register_nearest(f"upsample_nearest{_spatial}d", _nearest)
     _register_nearest(f"_upsample_nearest_exact{_spatial}d", _nearest_exact)

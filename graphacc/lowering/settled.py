@@ -1,0 +1,59 @@
+"""Values that are compared with elements of themselves: ``x == x.amax(-1)``, which is also the gradient of amax, or ``x < x.topk(k)[0][-1]``.
+
+XLA computes a cheap value again in each fusion that reads it, and LLVM contracts products and sums there into fused multiply-adds, in one
+fusion and not in the other: the maximum of ``a - 1.1 * b`` then is equal to none of its elements, and a gradient is lost or doubled (jaxlib
+0.10.2 on CPU). Such a value is computed once.
+"""
+
+import operator
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.fx
+from jax import lax
+
+_COMPARISONS = frozenset(f"aten.{name}.Tensor" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
+_KEEPING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default _unsafe_view.default reshape.default expand.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims permute.default "
+        "transpose.int t.default alias.default detach.default clone.default slice.Tensor select.int _to_copy.default abs.default flip.default "
+        "linalg_vector_norm.default amax.default amin.default max.default min.default max.dim min.dim aminmax.default topk.default sort.default sort.stable kthvalue.default "
+        "median.default median.dim nanmedian.default nanmedian.dim mode.default cummax.default cummin.default gather.default index_select.default "
+        "index.Tensor max_pool2d_with_indices.default max_pool3d_with_indices.default"
+    ).split()
+)
+"""Operators whose results are elements of their first argument, or the absolute values of them."""
+
+
+def compared_with_themselves(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The computed values of a graph that some comparison reads on both sides."""
+    found = set()
+    for node in graph.nodes:
+        if str(node.target) in _COMPARISONS:
+            left, right = (set(_sources(side)) if isinstance(side, torch.fx.Node) else set() for side in node.args[:2])
+            found |= {source for source in left & right if source.op == "call_function" and isinstance(source.meta.get("val"), torch.Tensor)}
+    return found
+
+
+def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """A value and those that its elements are taken from."""
+    yield node
+    while node.target is operator.getitem or str(node.target) in _KEEPING:
+        node = node.args[0]
+        yield node
+
+
+def settled(x: jax.Array) -> jax.Array:
+    """`x` as an array that is computed once and read by all."""
+    if x.size == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.platform_dependent(x, cpu=_behind_a_branch, default=lax.optimization_barrier)
+
+
+def _behind_a_branch(x: jax.Array) -> jax.Array:
+    """XLA:CPU drops optimization barriers before it fuses, but fuses nothing across a branch; this one is never taken."""
+    first = x[(0,) * x.ndim]
+    return lax.cond(jnp.isnan(first) & jnp.isinf(first), lambda x: -x, lambda x: x, x)
