@@ -1094,3 +1094,57 @@ def test_a_failed_capture_leaves_pytorch_healthy():
     F.cross_entropy(plain_model(data()[0][0]), data()[0][1]).backward()
     assert plain_model.first.weight.grad.abs().sum() > 0
     assert_same(loop(plain))
+
+
+# ---- parameters that get other names
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = 2 * torch.tanh(layer(x))
+        return self.head(x)
+
+
+def in_another_order(m):
+    m.layers = nn.ModuleList(reversed(list(m.layers)))
+
+
+def items_swapped(m):
+    m.layers[0], m.layers[1] = m.layers[1], m.layers[0]
+
+
+def weights_swapped(m):
+    first, second = m.layers
+    first.weight, second.weight = second.weight, first.weight
+
+
+def first_removed(m):
+    del m.layers[0]
+
+
+def renaming(rename, between_backwards):
+    def step(m, o, x, y, i):
+        if i == 2 and not between_backwards:
+            rename(m)
+        o.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        if i == 2 and between_backwards:
+            rename(m)
+        F.cross_entropy(m(x + 0.1), y).backward()
+        o.step()
+        return loss
+
+    return named(f"{rename.__name__}_{between_backwards}", step, adam)
+
+
+@pytest.mark.parametrize("between_backwards", [False, True])
+@pytest.mark.parametrize("rename", [in_another_order, items_swapped, weights_swapped, first_removed])
+def test_parameters_that_get_other_names_keep_their_values_gradients_and_state(rename, between_backwards):
+    assert_same(renaming(rename, between_backwards), model=Layers())
