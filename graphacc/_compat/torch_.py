@@ -268,3 +268,23 @@ def untraced(function):
     """The function as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
     frontend = sys.modules.get("torch._dynamo")
     return function if frontend is None else frontend.disable(function)
+
+
+def applied_functions() -> list[tuple[object, type, tuple, dict]]:
+    """The calls of ``torch.autograd.Function.apply`` that the caller runs in, outermost first: its frame, the class and the arguments."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            held = frame.f_locals
+            found.insert(0, (frame, held["cls"], tuple(held["args"]), dict(held["kwargs"])))
+        frame = frame.f_back
+    return found
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+
+
+def output_of_function(tensor: torch.Tensor) -> int | None:
+    """Which output of a torch.autograd.Function a tensor is, in autograd's own graph; None if it is none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if tensor.grad_fn is None else tensor.output_nr

@@ -330,11 +330,12 @@ class Engine:
         self.settle_buffers(ahead)
         for handle in self.handles.values():
             handle.refresh()
+        known = self._structure.is_current()  # what the loop has replaced before is adopted at the next call, not amid a recording's end
         with self.direct_calls(), torch._C.DisableTorchFunctionSubclass():
             yield
         for handle in self.handles.values():
             handle.exposed = handle.exposed or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
-        if not self._structure.is_current() and not self._swapped():
+        if known and not self._structure.is_current() and not self._swapped():
             self._adopt_tensors()
 
     def settle_buffers(self, ahead: Tape | None = None) -> None:

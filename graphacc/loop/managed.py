@@ -136,6 +136,16 @@ class Handle:
                 self._refreshes += self.tensor._version - before
             self.mark_uploaded()
 
+    def leave_name(self) -> None:
+        """Before another name: the devices hold values, gradients and optimizer state by name, so what they have comes to the host."""
+        self.refresh()
+        if self.grad is not None and not isinstance(self.grad, _Mark):
+            self.engine.settle_grad(self)
+        for binding in self.engine.bindings.values():
+            self.engine.fetch_optimizer_state(binding)
+            binding.state_on_device = False
+        self.exposed = True
+
 
 class _Mark:
     """Says what a gradient is without a tensor."""
@@ -279,8 +289,10 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                 continue
             seen.add(id(tensor))
             if handles is not None and (own := handle_of(tensor)) is not None and own.engine is engine:
+                if own.name != name:
+                    own.leave_name()
+                    own.name = name
                 found[name] = own
-                own.name = name
                 continue
             if handle_of(tensor) is not None:
                 raise LoopError(f"{name!r} belongs to a model that is already compiled: compile the outermost module once, not its parts")

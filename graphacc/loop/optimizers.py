@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphacc.capture.optimizer import is_separable
-from graphacc.errors import LoopError
+from graphacc.errors import CaptureError, LoopError
+from graphacc.graph import Kind
 from graphacc.loop.managed import handle_of
 
 if typing.TYPE_CHECKING:
@@ -188,10 +189,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
     if not engines:
         return None
     closure, plain = _closure_of(optimizer, args, kwargs)
-    if len(engines) > 1 or not plain:
+    inside = [engine for engine in engines if engine.capturing]
+    if any(_is_being_captured(engine) for engine in inside):
+        raise CaptureError(f"the model's forward calls {type(optimizer).__name__}.step(), which changes the model while its call is captured")
+    if len(engines) > 1 or inside or not plain:
         for engine in engines:
             binding = engine.binding_of(optimizer)
             why = "it holds parameters of several compiled models" if plain else "it evaluates a closure, or takes other arguments"
+            why = "the model's own code calls it" if inside else why
             binding.by_torch = binding.by_torch or why
             if engine.options.max_grad_norm is not None:
                 raise LoopError(
@@ -208,6 +213,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
         return ((args[0],), {}) if closure is None else ((args[0], lambda: result), {})
     idle = _idle(optimizer)
     return ((idle,), {}) if closure is None else ((idle, lambda: result), {})
+
+
+def _is_being_captured(engine: "Engine") -> bool:
+    """Whether the model's modules hold stand-ins of its parameters now."""
+    held = dict(engine.model.named_parameters(remove_duplicate=False))
+    return any(held.get(name) is not handle.tensor for name, handle in engine.handles.items() if handle.kind is Kind.PARAM)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[Callable | None, bool]:

@@ -6,6 +6,7 @@ recorded is run by PyTorch on values: where gradients have to flow through it, t
 the values are ordinary results of autograd (see `Engine.run_eagerly`).
 """
 
+import functools
 import typing
 import weakref
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphacc._compat.torch_ import applied_functions, output_of_function
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import managed
 
@@ -66,15 +68,23 @@ _WITHOUT_GRADIENT = frozenset({Tensor.data.__get__, Tensor.data.__set__, Tensor.
 
 
 class Promise(Tensor):
-    """A tensor whose value a tape holds, or will hold once a program has run."""
+    """A tensor whose value a tape holds, or will hold once a program has run.
+
+    For autograd's own graph it is a leaf. Only a torch.autograd.Function that the loop applies comes there, as it calls no torch
+    function: see `_record_applied` and `_gradient_from_autograd`.
+    """
 
     tape: "Tape"
-    index: int
 
     @staticmethod
     def __new__(cls, tape: "Tape", index: int):
         fake = tape.values[index]
-        self = Tensor._make_wrapper_subclass(cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device)
+        self = Tensor._make_wrapper_subclass(
+            cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad
+        )
+        if fake.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(functools.partial(_gradient_from_autograd, tape, index))
         self.bind(tape, index)
         return self
 
@@ -84,8 +94,17 @@ class Promise(Tensor):
     def bind(self, tape: "Tape", index: int) -> None:
         """Stand for a value of `tape`."""
         self.tape = tape
-        self.index = index
+        self._index = index
         tape.promises[index] = weakref.ref(self)
+
+    @property
+    def index(self) -> int:
+        """Of the value on the tape."""
+        results = self.tape.applied.get(self._index)
+        if results is not None and (output := output_of_function(self)) is not None:
+            self.tape.promises.pop(self._index)
+            self.bind(self.tape, results[output])
+        return self._index
 
     @property
     def requires_gradient(self) -> bool:
@@ -122,9 +141,57 @@ def run_function(func, args: tuple, kwargs: dict):
     try:
         if func is Tensor.backward:
             return args[0].tape.backward(*args, **kwargs)
-        return _recording_tape(func, leaves, tapes).record(func, args, kwargs)
+        tape = _recording_tape(func, leaves, tapes)
+        applied = None if torch.is_grad_enabled() else _record_applied(tape, leaves)
+        result = tape.record(func, args, kwargs)
     except NotRecorded as reason:
         return _by_pytorch(func, args, kwargs, tapes, str(reason))
+    if applied is not None:
+        made = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Promise) and all(leaf is not other for other in leaves))
+        tape.applied |= {leaf.index: applied for leaf in made}
+    return result
+
+
+def _record_applied(tape: "Tape", leaves: list) -> "tuple[int | None, ...] | None":
+    """Record a torch.autograd.Function as one call, when its forward, which autograd runs without gradients, makes a first result.
+
+    Without this only the operators of its forward would be on the tape, and no gradient.
+
+    Returns:
+        The values of its results, which those that its forward returns stand for; None outside of one.
+    """
+    promises = [leaf for leaf in leaves if isinstance(leaf, Promise) and leaf.tape is tape]
+    inside = next((tape.applied[leaf.index] for leaf in promises if leaf.index in tape.applied), None)
+    if inside is not None or not any(leaf.requires_gradient for leaf in promises):
+        return inside
+    for frame, function, args, kwargs in applied_functions():
+        given = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Promise) and leaf.tape is tape and leaf.requires_gradient for leaf in given):
+            if tape.applied_frame is frame:
+                return tape.applied_results
+            with torch.enable_grad():
+                result = _recording_tape(function.apply, given, [tape]).record(function.apply, args, kwargs)
+            results = result if isinstance(result, tuple) else (result,)
+            tape.applied_frame, tape.applied_results = frame, tuple(leaf.index if isinstance(leaf, Promise) else None for leaf in results)
+            return tape.applied_results
+    return None
+
+
+def _gradient_from_autograd(tape: "Tape", index: int, gradient: Tensor) -> None:
+    """A gradient for a promise comes from autograd's own graph: PyTorch runs the tape's calls, and the gradient flows on through those."""
+    if isinstance(gradient, Promise):
+        gradient = gradient.tape.value(gradient.index)
+    tape.engine.run_eagerly(tape, "a torch.autograd.Function gives a gradient to a result of the model")
+    value = tape.value(index)
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            if value.requires_grad:
+                value.backward(gradient, retain_graph=True)
+        except RuntimeError as error:
+            raise LoopError(
+                "backward() went through the model before the gradient of a torch.autograd.Function that the loop applied to its result was there: "
+                "apply the Function in the model's forward, or give it a result that nothing else uses"
+            ) from error
 
 
 def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":

@@ -93,6 +93,9 @@ class Tape:
         self.calls: list[Call] = []
         self.values: list[Tensor] = []  # fake tensors
         self.promises: dict[int, weakref.ref] = {}
+        self.applied: dict[int, tuple[int | None, ...]] = {}  # value made in a torch.autograd.Function's forward -> values of its results
+        self.applied_frame: object = None  # of the last such function, by which its forward's further operators are known,
+        self.applied_results: tuple[int | None, ...] = ()  # and its results
         self.externals: list[Tensor] = []  # of the whole batch's shape; stand-ins where the loop gave this process's part
         self.sources: list[Tensor] = []  # what the loop gave
         self.external_paths: list[str] = []

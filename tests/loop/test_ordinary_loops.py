@@ -1094,3 +1094,242 @@ def test_a_failed_capture_leaves_pytorch_healthy():
     F.cross_entropy(plain_model(data()[0][0]), data()[0][1]).backward()
     assert plain_model.first.weight.grad.abs().sum() > 0
     assert_same(loop(plain))
+
+
+# ---- parameters that get other names
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = 2 * torch.tanh(layer(x))
+        return self.head(x)
+
+
+def in_another_order(m):
+    m.layers = nn.ModuleList(reversed(list(m.layers)))
+
+
+def items_swapped(m):
+    m.layers[0], m.layers[1] = m.layers[1], m.layers[0]
+
+
+def weights_swapped(m):
+    first, second = m.layers
+    first.weight, second.weight = second.weight, first.weight
+
+
+def first_removed(m):
+    del m.layers[0]
+
+
+def renaming(rename, between_backwards):
+    def step(m, o, x, y, i):
+        if i == 2 and not between_backwards:
+            rename(m)
+        o.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        if i == 2 and between_backwards:
+            rename(m)
+        F.cross_entropy(m(x + 0.1), y).backward()
+        o.step()
+        return loss
+
+    return named(f"{rename.__name__}_{between_backwards}", step, adam)
+
+
+@pytest.mark.parametrize("between_backwards", [False, True])
+@pytest.mark.parametrize("rename", [in_another_order, items_swapped, weights_swapped, first_removed])
+def test_parameters_that_get_other_names_keep_their_values_gradients_and_state(rename, between_backwards):
+    assert_same(renaming(rename, between_backwards), model=Layers())
+
+
+# ---- a torch.autograd.Function of the user's, applied in the loop
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.weight * gradient, None
+
+
+class Tripled(torch.autograd.Function):
+    """Its forward gives back what it was given, and its backward reads that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * gradient * torch.cos(x)
+
+
+class TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        half = x * 0.5
+        return torch.tanh(half * scale), half.mean()
+
+    @staticmethod
+    def backward(ctx, gradient, other):
+        x, scale = ctx.saved_tensors
+        return gradient * scale + other * x, None
+
+
+class ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient + 0.1 * x
+
+
+class WithContextApart(torch.autograd.Function):
+    @staticmethod
+    def forward(x, power=2.0):
+        return x**power
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.power = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * torch.tanh(x) * ctx.power, None
+
+
+def number_that_changes(out, i):
+    return Reversed.apply(out, 0.1 * i)
+
+
+def result_is_the_argument(out, i):
+    return Tripled.apply(out)
+
+
+def beside_other_uses(out, i):
+    return Tripled.apply(out) + torch.tanh(out) + Reversed.apply(out, 2)
+
+
+def two_results(out, i):
+    first, second = TwoResults.apply(2 * out, torch.ones(3))
+    return first + second
+
+
+def by_numpy(out, i):
+    return ByNumpy.apply(out)
+
+
+def one_in_another(out, i):
+    return Reversed.apply(Tripled.apply(ByNumpy.apply(out)), -1.0)
+
+
+def context_apart(out, i):
+    return WithContextApart.apply(out) + WithContextApart.apply(out, 3.0)
+
+
+def without_gradient(out, i):
+    with torch.no_grad():
+        target = Reversed.apply(out, 1.0)
+    return out + target.abs()
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+@pytest.mark.parametrize(
+    "use", [number_that_changes, result_is_the_argument, beside_other_uses, two_results, by_numpy, one_in_another, context_apart, without_gradient]
+)
+def test_autograd_functions_in_the_loop(use, strategy):
+    def step(m, o, x, y, i):
+        return trained(o, F.cross_entropy(use(m(x), i), y))
+
+    model = assert_same(loop(step), strategy)
+    run_by_pytorch = use in (by_numpy, one_in_another)
+    assert ("torch.autograd.Function gives a gradient" in model.explain()) == run_by_pytorch, model.explain()
+
+
+def test_an_autograd_function_that_cannot_be_recorded_beside_another_use_is_refused():
+    from graphacc import LoopError
+
+    model = compiled(Net(), None)
+    out = model(data()[0][0])
+    with pytest.raises(LoopError, match="apply the Function in the model's forward"):
+        (ByNumpy.apply(out) * out).sum().backward()
+
+
+def test_a_promise_of_a_function_goes_into_another_compiled_model():
+    def run(first, second):
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5)
+        losses = []
+        for x, y in data():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(second(Reversed.apply(first(x), 0.5)), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    pair = nn.Linear(6, 4), nn.Linear(4, 3)
+    copies = [compiled(copy.deepcopy(model), None) for model in pair]
+    assert run(*copies) == pytest.approx(run(*pair), rel=1e-5)
+    for model, reference in zip(copies, pair):
+        assert relative_error(model.weight.detach(), reference.weight) < 1e-4
+
+
+# ---- a model that trains itself
+
+
+class TrainsItself(nn.Module):
+    """The call is the whole step, as in public code for meta learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
+
+    def forward(self, x, y):
+        loss = F.cross_entropy(self.net(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def test_a_model_whose_forward_calls_its_optimizer():
+    def run(model):
+        losses = []
+        for i, (x, y) in enumerate(data()):
+            losses.append(model(x, y).item())
+            if i == 1:  # and a step of the loop's own
+                losses.append(trained(model.optimizer, F.cross_entropy(model.net(x), y)).item())
+        return losses
+
+    torch.manual_seed(0)
+    reference = TrainsItself()
+    model = TrainsItself()
+    model.load_state_dict(reference.state_dict())
+    compiled(model, None)
+    assert run(model) == pytest.approx(run(reference), rel=1e-5)
+    for name, value in reference.state_dict().items():
+        assert relative_error(model.state_dict()[name], value) < 1e-4, name
+    assert "calls Adam.step()" in model.explain()
