@@ -167,7 +167,9 @@ class Planner:
         """The plan of the last of these passes."""
         key = _key(passes)
         if key not in self._plans:
-            _remember(self._plans, key, passes[-1].decide(step))
+            decide = passes[-1].decide
+            assert decide is not None, f"{passes[-1].name} is no partition"
+            _remember(self._plans, key, decide(step))
         return self._plans[key]
 
 

@@ -342,14 +342,12 @@ class Engine:
         """What was recorded has its effect on the buffers now.
 
         Args:
-            ahead: a recording that is about to run itself.
+            ahead: a recording that is about to run itself; later ones have their effect after it.
         """
-        pending, tape = self.pending, self.tape
         if not self.in_loop_thread:
             return
-        if tape is not None and ahead is not None and tape.serial == ahead.serial:
-            tape = None
-        if pending is not None and pending is not ahead and not pending.has_run and self._writes_buffers(pending):
+        pending, tape = (None if x is not None and ahead is not None and x.serial >= ahead.serial else x for x in (self.pending, self.tape))
+        if pending is not None and not pending.has_run and self._writes_buffers(pending):
             self._run_grad(pending)
         if tape is not None and tape.backward_at is None and not tape.closed and self._writes_buffers(tape):
             self.make_differentiable(tape, "a buffer that a call of the model has changed is read before backward()")

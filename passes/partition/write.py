@@ -71,8 +71,8 @@ def _say_what_moves(plan: AxisPlan, build: Emitter) -> None:
     for move, item in itertools.zip_longest(planned, build.collectives):
         if move is None or item is None or (move.collective, move.size_bytes) != (item.kind, item.size_bytes):
             raise GraphError(
-                f"partition along {plan.axis}: the plan moves {move}, where the program has {item}: the rule of "
-                f"{(item.node.name if item else move.reader)!r} communicates and is not marked as Communicating"
+                f"partition along {plan.axis}: the plan moves {move}, where the program has {item}: the rule of an operator communicates and is "
+                f"not marked as Communicating"
             )
         item.node.meta["move"] = move
 

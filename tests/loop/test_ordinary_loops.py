@@ -1333,3 +1333,26 @@ def test_a_model_whose_forward_calls_its_optimizer():
     for name, value in reference.state_dict().items():
         assert relative_error(model.state_dict()[name], value) < 1e-4, name
     assert "calls Adam.step()" in model.explain()
+
+
+@pytest.mark.parametrize("plan", ["ff", "bb", "sfb", "sb", "fb", "sbs", "bfs"])
+def test_statistics_of_calls_without_a_step_are_updated_in_order(plan):
+    """f: forward alone, b: gradients that are cleared only after the next forward, s: a whole step."""
+
+    def run(model):
+        optimizer, generator = sgd(model), torch.Generator().manual_seed(0)
+        for what in plan:
+            loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+            if what != "f":
+                optimizer.zero_grad()
+                loss.backward()
+            if what == "s":
+                optimizer.step()
+        return model[1].running_mean.clone(), model[1].running_var.clone()
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = copy.deepcopy(reference)
+    compiled(model, None)
+    for got, expected in zip(run(model), run(reference)):
+        assert relative_error(got, expected) < 1e-5
