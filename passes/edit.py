@@ -91,7 +91,7 @@ class Editor:
     def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {**self.like.meta, "val": infer(target, args, kwargs)}
+        node.meta = {key: value for key, value in self.like.meta.items() if key != "move"} | {"val": infer(target, args, kwargs)}
         return node
 
     def view(self, x: fx.Node, shape: list[int]) -> fx.Node:

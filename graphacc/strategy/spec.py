@@ -33,6 +33,7 @@ class Strategy:
     schedule: str = "1f1b"  # of the pipeline: "gpipe", "1f1b", "interleaved" or "zb-h1"
     chunks: int = 1  # consecutive parts of the model per pipeline stage; more than one for "interleaved"
     stages: tuple[tuple[str, int], ...] = ()  # pins: pattern of module paths -> chunk of the model, from 0 to pp * chunks - 1; or a dict
+    bucket_mb: float = 0.0  # gathers of weights and scatters of gradients are joined into messages of at most so many MB; 0: one for each tensor
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
 
     def __post_init__(self):
@@ -53,6 +54,8 @@ class Strategy:
             raise StrategyError(f"schedule={self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
         if self.pp == 1 and (self.chunks, self.stages, self.schedule) != (1, (), "1f1b"):
             raise StrategyError("schedule, chunks and stages are for a pipeline, which pp=1 does not make: set pp to the number of stages")
+        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float) or not 0 <= self.bucket_mb < math.inf:
+            raise StrategyError(f"bucket_mb={self.bucket_mb!r} must be a number of MB, or 0 for a message for each tensor")
         if self.capacity_factor is not None:
             _check_capacity(self.capacity_factor, self.ep)
         if self.zero not in (None, 1, 2, 3):
@@ -149,7 +152,7 @@ def _text(value: object) -> str:
 
 
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
-    if name == "capacity_factor":
+    if name in ("capacity_factor", "bucket_mb"):
         return _parse_float(text, part, value)
     if name in ("precision", "schedule", "context"):
         return value

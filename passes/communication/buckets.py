@@ -1,0 +1,224 @@
+"""Buckets: gathers of weights, scatters and small all-reduces of gradients are joined into flat messages.
+
+Each message costs a round trip and, on virtual devices, a meeting of all threads, whatever its size; two thirds of a transformer's
+parameters are biases and norms of a few kilobytes (Li et al., "PyTorch Distributed", VLDB 2020, section 4.2; Zhao et al., "PyTorch FSDP",
+VLDB 2023, section 3.2). A bucket is one flat tensor [ranks, sum of local sizes], members in the order of their parameters:
+
+    gather     each [n_i] local  ->  concatenate [sum n_i]  ->  gather [ranks * sum n_i]  ->  slices [ranks, n_i]
+    scatter    each [ranks, n_i] ->  concatenate [ranks, sum n_i]  ->  scatter [sum n_i]  ->  slices [n_i]
+
+No element is added to another one than before, so that on CPU, where ranks are summed in one order, results keep their bits.
+
+A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is gathered where
+its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one of them. A
+bucket is closed when the next member would make it larger than `bucket_bytes`, which therefore bounds what is gathered, or kept whole, for it;
+a tensor of more than half of that stays alone, as joining would copy it for nothing. All-reduces of larger tensors stay as they are: XLA's
+own combiner joins them on GPUs, and on CPU a joined one would keep whole gradients alive that a single one writes in place.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+
+import torch
+import torch.fx
+
+from graphacc.graph import StepGraph
+from graphacc.passes.edit import Editor
+from graphacc.passes.partition.placement import size_bytes
+from graphacc.passes.partition.plan import Role
+from graphacc.passes.runner import Log, Pass
+from graphacc.passes.stages.values import SEGMENT
+
+aten, collective = torch.ops.aten, torch.ops._c10d_functional
+GATHER, SCATTER, REDUCE = (
+    collective.all_gather_into_tensor.default,
+    collective.reduce_scatter_tensor.default,
+    collective.all_reduce.default,
+)
+_ROLES = {GATHER: (Role.WEIGHT, Role.STATE), SCATTER: (Role.GRADIENT,), REDUCE: (Role.GRADIENT,)}
+SMALL_REDUCE_BYTES = 64 * 1024
+"""An all-reduce of at most this is joined with others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Collectives that become one."""
+
+    members: tuple[torch.fx.Node, ...]  # in the order in which the graph has them
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_bytes(node) for node in self.members)
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketReport:
+    """What was joined, and what was left alone."""
+
+    joined: dict[tuple[str, str, str], tuple[int, int, int]]  # axis, phase and collective -> buckets, tensors, bytes
+    num_before: int  # collectives
+
+    @classmethod
+    def of(cls, buckets: list[Bucket], num_before: int) -> "BucketReport":
+        joined: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+        for bucket in buckets:
+            move = bucket.members[0].meta["move"]
+            key = move.axis, move.phase.value, f"{move.collective} of {move.role.value}s"
+            count, tensors, size = joined.get(key, (0, 0, 0))
+            joined[key] = count + 1, tensors + len(bucket.members), size + bucket.size_bytes
+        return cls(joined, num_before)
+
+    @property
+    def num_after(self) -> int:
+        return self.num_before - sum(tensors - count for count, tensors, _ in self.joined.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_before} collectives became {self.num_after}; all-reduces of more than {SMALL_REDUCE_BYTES} bytes are left to XLA's combiner"]
+        return "\n".join(
+            lines + [f"  {axis} in {phase}: {tensors} {what} in {count}, {size} bytes" for (axis, phase, what), (count, tensors, size) in self.joined.items()]
+        )
+
+
+def bucket_pass(bucket_bytes: int) -> Pass:
+    """Joins collectives into buckets of at most `bucket_bytes`; exact where ranks are summed in one order, as on CPU."""
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        before = _count(step)
+        early, late = _early(step, bucket_bytes), _late(step, bucket_bytes)
+        log.rewrote(len(early) + len(late))
+        report = BucketReport.of([*early, *late], before)
+        for bucket in early:
+            _join_early(step, bucket)
+        for bucket in late:
+            _join(step, bucket, bucket.members[-1])
+        log.details = report
+        return step
+
+    return Pass(name="buckets", exact=False, optional=True, run=run, key=("buckets", bucket_bytes))
+
+
+def _count(step: StepGraph) -> int:
+    return sum("move" in node.meta for node in step.graph.nodes)
+
+
+def _bytes(node: torch.fx.Node) -> int:
+    """The whole tensor: gathered, reduced, or before it is scattered."""
+    value = node.meta["val"] if node.target is GATHER else node.args[0].meta["val"]
+    return size_bytes(tuple(value.shape), value.dtype)
+
+
+def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
+    """Collectives of one kind can be joined; None for those that stay alone."""
+    if node.target not in _ROLES or node.meta["move"].role not in _ROLES[node.target]:
+        return None
+    limit = SMALL_REDUCE_BYTES if node.target is REDUCE else bucket_bytes // 2
+    if _bytes(node) > limit or len(node.users) != 1:
+        return None
+    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], node.meta.get(SEGMENT)
+
+
+def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
+    """Gathers of what is there from the start, in the order of first use."""
+    available = _available(step)
+    left: dict[Hashable, list[torch.fx.Node]] = {}
+    closed = []
+    for node in step.graph.nodes:
+        kind = _kind(node, bucket_bytes) if node.target is GATHER and node.args[0] in available else None
+        if kind is None:
+            continue
+        kind = kind, _anchor(node) is None
+        members = left.setdefault(kind, [])
+        if sum(map(_bytes, members)) + _bytes(node) > bucket_bytes:
+            closed.append(left.pop(kind))
+            members = left.setdefault(kind, [])
+        members.append(node)
+    return [Bucket(tuple(members)) for members in [*closed, *left.values()] if len(members) > 1]
+
+
+def _available(step: StepGraph) -> set[torch.fx.Node]:
+    """Inputs, and what is made of one input alone (views, casts, `after`, whose second operand is an ordering edge)."""
+    early = set(step.placeholders)
+    for node in step.graph.nodes:
+        read = node.all_input_nodes[:1] if node.target is torch.ops.graphacc.after.default else node.all_input_nodes
+        if node.op == "call_function" and len(read) == 1 and read[0] in early and isinstance(node.meta["val"], torch.Tensor):
+            early.add(node)
+    return early
+
+
+def _late(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
+    """Collectives of what the step computes, of which nothing is read by the last of their bucket."""
+    available = _available(step)
+    order = {node: i for i, node in enumerate(step.graph.nodes)}
+    left: dict[Hashable, tuple[list[torch.fx.Node], int]] = {}  # members, and where the first reader of one of them is
+    closed = []
+    for node in step.graph.nodes:
+        computed = node.target in _ROLES and not (node.target is GATHER and node.args[0] in available)
+        kind = _kind(node, bucket_bytes) if computed else None
+        if kind is None:
+            continue
+        (waited,) = node.users
+        read = min((order[user] for user in waited.users), default=len(order))
+        members, first = left.pop(kind, ([], len(order)))
+        if members and (first <= order[node] or sum(map(_bytes, members)) + _bytes(node) > bucket_bytes):
+            closed.append(members)
+            members, first = [], len(order)
+        left[kind] = [*members, node], min(first, read)
+    return [Bucket(tuple(members)) for members in [*closed, *(members for members, _ in left.values())] if len(members) > 1]
+
+
+def _parameter_order(members: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
+    """Not the order of use, which depends on the schedule: a ring sums each place of the message in an order of its own."""
+    return sorted(members, key=lambda node: node.meta["move"].value)
+
+
+def _join_early(step: StepGraph, bucket: Bucket) -> None:
+    """One gather where the first member was; what the others are made of moves there too."""
+    first, *others = bucket.members
+    anchor = _anchor(first)
+    for node in others:
+        _move_up(node.args[0], first, anchor)
+    _join(step, bucket, first)
+
+
+def _anchor(node: torch.fx.Node) -> torch.fx.Node | None:
+    """What the operand of a gather waits for."""
+    source = node.args[0]
+    while source.op == "call_function":
+        if source.target is torch.ops.graphacc.after.default:
+            return source.args[1]
+        source = source.all_input_nodes[0]
+    return None
+
+
+def _move_up(node: torch.fx.Node, before: torch.fx.Node, anchor: torch.fx.Node | None) -> None:
+    """Move what an operand is made of in front of `before`, where it waits for `anchor`."""
+    if node.op == "placeholder":
+        return
+    _move_up(node.all_input_nodes[0], before, anchor)
+    if node.target is torch.ops.graphacc.after.default and anchor is not None:
+        node.update_arg(1, anchor)
+    before.prepend(node)
+
+
+def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node) -> None:
+    """One collective in front of `at`."""
+    edit, members = Editor(step.graph, at), _parameter_order(bucket.members)
+    target = at.target
+    ranks = {GATHER: 1, SCATTER: at.args[2] if target is SCATTER else 1, REDUCE: 1}[target]  # parts of what is given
+    flat = [edit.view(node.args[0], [ranks, node.args[0].meta["val"].numel() // ranks]) for node in members]
+    joined = edit(aten.cat.default, flat, 1)
+    sent = edit(target, edit.view(joined, [joined.meta["val"].numel()]), *at.args[1:])
+    sent.meta["move"] = dataclasses.replace(at.meta["move"], value=members[0].meta["move"].value, size_bytes=bucket.size_bytes, tensors=len(members))
+    parts = at.args[1] if target is GATHER else 1  # of what is received
+    received = edit(collective.wait_tensor.default, sent)
+    whole = edit.view(received, [parts, received.meta["val"].numel() // parts])
+    start, pieces = 0, []
+    for node, part in zip(members, flat):
+        size = part.meta["val"].shape[1]
+        pieces.append(edit.view(edit(aten.slice.Tensor, whole, 1, start, start + size), list(node.meta["val"].shape)))
+        start += size
+    for node, piece in zip(members, pieces):  # behind the loop above, which inserts in front of one of them
+        (waited,) = node.users
+        waited.replace_all_uses_with(piece)
+        step.graph.erase_node(waited)
+        step.graph.erase_node(node)
