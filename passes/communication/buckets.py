@@ -18,6 +18,7 @@ own combiner joins them on GPUs, and on CPU a joined one would keep whole gradie
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import torch.fx
@@ -101,17 +102,23 @@ def _count(step: StepGraph) -> int:
     return sum("move" in node.meta for node in step.graph.nodes)
 
 
+def _operand(node: torch.fx.Node) -> torch.fx.Node:
+    """What a collective is given, or what a value is made of."""
+    return node.all_input_nodes[0]
+
+
 def _bytes(node: torch.fx.Node) -> int:
     """The whole tensor: gathered, reduced, or before it is scattered."""
-    value = node.meta["val"] if node.target is GATHER else node.args[0].meta["val"]
+    value = node.meta["val"] if node.target is GATHER else _operand(node).meta["val"]
     return size_bytes(tuple(value.shape), value.dtype)
 
 
 def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     """Collectives of one kind can be joined; None for those that stay alone."""
-    if node.target not in _ROLES or node.meta["move"].role not in _ROLES[node.target]:
+    target: Any = node.target
+    if target not in _ROLES or node.meta["move"].role not in _ROLES[target]:
         return None
-    limit = SMALL_REDUCE_BYTES if node.target is REDUCE else bucket_bytes // 2
+    limit = SMALL_REDUCE_BYTES if target is REDUCE else bucket_bytes // 2
     if _bytes(node) > limit or len(node.users) != 1:
         return None
     return node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], node.meta.get(SEGMENT)
@@ -123,7 +130,7 @@ def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
     left: dict[Hashable, list[torch.fx.Node]] = {}
     closed = []
     for node in step.graph.nodes:
-        kind = _kind(node, bucket_bytes) if node.target is GATHER and node.args[0] in available else None
+        kind = _kind(node, bucket_bytes) if node.target is GATHER and _operand(node) in available else None
         if kind is None:
             continue
         kind = kind, _anchor(node) is None
@@ -152,7 +159,7 @@ def _late(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
     left: dict[Hashable, tuple[list[torch.fx.Node], int]] = {}  # members, and where the first reader of one of them is
     closed = []
     for node in step.graph.nodes:
-        computed = node.target in _ROLES and not (node.target is GATHER and node.args[0] in available)
+        computed = node.target in _ROLES and not (node.target is GATHER and _operand(node) in available)
         kind = _kind(node, bucket_bytes) if computed else None
         if kind is None:
             continue
@@ -176,16 +183,16 @@ def _join_early(step: StepGraph, bucket: Bucket) -> None:
     first, *others = bucket.members
     anchor = _anchor(first)
     for node in others:
-        _move_up(node.args[0], first, anchor)
+        _move_up(_operand(node), first, anchor)
     _join(step, bucket, first)
 
 
 def _anchor(node: torch.fx.Node) -> torch.fx.Node | None:
     """What the operand of a gather waits for."""
-    source = node.args[0]
+    source = _operand(node)
     while source.op == "call_function":
         if source.target is torch.ops.graphacc.after.default:
-            return source.args[1]
+            return source.all_input_nodes[1]
         source = source.all_input_nodes[0]
     return None
 
@@ -203,13 +210,14 @@ def _move_up(node: torch.fx.Node, before: torch.fx.Node, anchor: torch.fx.Node |
 def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node) -> None:
     """One collective in front of `at`."""
     edit, members = Editor(step.graph, at), _parameter_order(bucket.members)
-    target = at.target
-    ranks = {GATHER: 1, SCATTER: at.args[2] if target is SCATTER else 1, REDUCE: 1}[target]  # parts of what is given
-    flat = [edit.view(node.args[0], [ranks, node.args[0].meta["val"].numel() // ranks]) for node in members]
+    target: Any = at.target
+    group: Any = at.args[1:]  # GATHER: ranks and axis; SCATTER: operation, ranks and axis; REDUCE: operation and axis
+    ranks: int = group[1] if target is SCATTER else 1  # parts of what is given
+    flat = [edit.view(_operand(node), [ranks, _operand(node).meta["val"].numel() // ranks]) for node in members]
     joined = edit(aten.cat.default, flat, 1)
-    sent = edit(target, edit.view(joined, [joined.meta["val"].numel()]), *at.args[1:])
+    sent = edit(target, edit.view(joined, [joined.meta["val"].numel()]), *group)
     sent.meta["move"] = dataclasses.replace(at.meta["move"], value=members[0].meta["move"].value, size_bytes=bucket.size_bytes, tensors=len(members))
-    parts = at.args[1] if target is GATHER else 1  # of what is received
+    parts: int = group[0] if target is GATHER else 1  # of what is received
     received = edit(collective.wait_tensor.default, sent)
     whole = edit.view(received, [parts, received.meta["val"].numel() // parts])
     start, pieces = 0, []
