@@ -31,16 +31,30 @@ def _bool_as_int(function):
     return reduce
 
 
-def _with_nan(function):
-    """A NaN of any device wins, which a reduction of XLA's between devices does not promise."""
+def _with_nan(function, largest: bool):
+    """A NaN of any device wins, which a reduction of floats between devices does not promise.
+
+    What is reduced are integers in the order of the floats (their bits, mirrored below zero), with NaN beyond the infinities: one
+    collective of the same bytes.
+    """
 
     def reduce(x, axes):
         if not is_float(x):
             return function(x, axes)
-        is_nan = lax.pmax((x != x).astype(np.int32), axes)
-        return jnp.where(is_nan > 0, np.asarray(np.nan, x.dtype), function(x, axes))
+        wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)  # exact; 16-bit integers are not reduced on every backend
+        integers = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
+        bits = lax.bitcast_convert_type(wide, integers)
+        beyond = jnp.iinfo(integers).max if largest else jnp.iinfo(integers).min
+        found = function(jnp.where(wide != wide, np.asarray(beyond, integers), _mirrored(bits)), axes)
+        value = lax.bitcast_convert_type(_mirrored(found), wide.dtype)
+        return jnp.where(found == beyond, np.asarray(np.nan, wide.dtype), value).astype(x.dtype)
 
     return reduce
+
+
+def _mirrored(bits):
+    """The bits of floats as integers in their order, and back."""
+    return jnp.where(bits < 0, bits ^ np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype), bits)
 
 
 def _mean(x, axes):
@@ -50,8 +64,8 @@ def _mean(x, axes):
 _REDUCE = {
     "sum": _bool_as_int(lax.psum),
     "avg": _mean,
-    "max": _with_nan(_bool_as_int(lax.pmax)),
-    "min": _with_nan(_bool_as_int(lax.pmin)),
+    "max": _with_nan(_bool_as_int(lax.pmax), largest=True),
+    "min": _with_nan(_bool_as_int(lax.pmin), largest=False),
     "product": lambda x, axes: jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype),
 }
 
