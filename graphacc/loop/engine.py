@@ -664,7 +664,7 @@ class Engine:
         """``loss.backward()`` was recorded on `tape`."""
         with self.lock:
             self._settle_pending()
-            self._refuse_spent()
+            self._refuse_spent([handle for handle in self.handles.values() if handle.trains])
             tape.outputs = tape.live()
             try:
                 joint = self.fallback.attempt(lambda: self._joint(tape))
@@ -711,8 +711,8 @@ class Engine:
             self._run_grad(tape)
         self._close(tape)
 
-    def _refuse_spent(self) -> None:
-        spent = [name for name, handle in self.handles.items() if handle.grad is SPENT]
+    def _refuse_spent(self, handles: Sequence[Handle]) -> None:
+        spent = [handle.name for handle in handles if handle.grad is SPENT]
         if spent:
             raise LoopError(
                 f"backward() after a step without zero_grad(): PyTorch would add to the old gradients, of {spent[0]!r} and "
@@ -732,7 +732,7 @@ class Engine:
     def settle_grad(self, handle: Handle) -> None:
         """Make ``parameter.grad`` the ordinary tensor that PyTorch would have there."""
         if handle.grad is SPENT:
-            self._refuse_spent()
+            self._refuse_spent([handle])
         if handle.grad is ZERO:
             handle.host_grad = handle.zeros() if handle.host_grad is None else handle.host_grad
             handle.grad = None

@@ -102,6 +102,12 @@ class Handle:
             self.tensor.grad = value
 
     @property
+    def trains(self) -> bool:
+        """Whether a backward gives it a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.requires_grad
+
+    @property
     def has_grad(self) -> bool:
         """Whether ``.grad`` is a gradient that an update would use."""
         return self.grad is not SPENT and (self.grad is not None or self.host_grad is not None)

@@ -1356,3 +1356,21 @@ def test_statistics_of_calls_without_a_step_are_updated_in_order(plan):
     compiled(model, None)
     for got, expected in zip(run(model), run(reference)):
         assert relative_error(got, expected) < 1e-5
+
+
+def test_parameters_that_are_frozen_after_a_step_keep_their_gradients_out_of_the_way():
+    def run(model):
+        optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[0], model[1])]
+        losses = []
+        for i in range(4):
+            model[0].requires_grad_(i == 0)
+            optimizer = optimizers[min(i, 1)]
+            optimizer.zero_grad()
+            losses.append(trained(optimizer, model(torch.ones(8, 4)).square().mean()).item())
+        return losses
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = copy.deepcopy(reference)
+    compiled(model, None)
+    assert run(model) == pytest.approx(run(reference), rel=1e-5)
