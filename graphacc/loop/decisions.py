@@ -108,7 +108,23 @@ class Log:
     alive: list[Tensor] = dataclasses.field(default_factory=list)  # so that ids stay theirs
 
 
-class Recorder(TorchDispatchMode):
+class _WithMasks(TorchDispatchMode):
+    """A dispatch mode under which `Masks` is on, too."""
+
+    def __init__(self):
+        super().__init__()
+        self._masks = Masks()
+
+    def __enter__(self):
+        self._masks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._masks.__exit__(*error)
+
+
+class Recorder(_WithMasks):
     """Logs what follows from the batch, and answers reads of it.
 
     Args:
@@ -135,15 +151,6 @@ class Recorder(TorchDispatchMode):
             self._places[id(fake)] = place
             self._sources.add(_memory(fake))
             self.log.alive.append(fake)
-        self._masks = Masks()
-
-    def __enter__(self):
-        self._masks.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._masks.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -217,7 +224,7 @@ class Recorder(TorchDispatchMode):
         return self.log if matters else None
 
 
-class Answers(TorchDispatchMode):
+class Answers(_WithMasks):
     """Gives code that is captured the answers that it got when it was recorded, in the same order.
 
     Args:
@@ -228,15 +235,6 @@ class Answers(TorchDispatchMode):
         super().__init__()
         self._left = list(reads)
         self._inputs = inputs
-        self._masks = Masks()
-
-    def __enter__(self):
-        self._masks.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._masks.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

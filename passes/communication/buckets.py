@@ -25,6 +25,7 @@ import torch.fx
 
 from graphacc.graph import StepGraph
 from graphacc.passes.edit import Editor
+from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
@@ -95,7 +96,7 @@ def bucket_pass(bucket_bytes: int) -> Pass:
         log.details = report
         return step
 
-    return Pass(name="buckets", exact=False, optional=True, run=run, key=("buckets", bucket_bytes))
+    return Pass(name="buckets", exact=False, optional=True, run=run, verify=verify_collectives, key=("buckets", bucket_bytes))
 
 
 def _count(step: StepGraph) -> int:
@@ -198,8 +199,8 @@ def _anchor(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _move_up(node: torch.fx.Node, before: torch.fx.Node, anchor: torch.fx.Node | None) -> None:
-    """Move what an operand is made of in front of `before`, where it waits for `anchor`."""
-    if node.op == "placeholder":
+    """Move what an operand is made of in front of `before`, where it waits for `anchor`; what stands there already may have earlier readers."""
+    if node < before:
         return
     _move_up(node.all_input_nodes[0], before, anchor)
     if node.target is torch.ops.graphacc.after.default and anchor is not None:

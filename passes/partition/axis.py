@@ -45,12 +45,18 @@ def axis_pass(
 
 
 def _verify_axis(step: StepGraph, axis: str, num_ranks: int) -> None:
-    """Every collective over `axis` has its size, says what it moves, and its result is waited for."""
+    """Every collective over `axis` has its size."""
     for node in step.graph.nodes:
         if node.target in _SIZED and node.args[-1] == axis and node.args[-2] != num_ranks:
             raise GraphError(f"node {node.name!r} communicates over {node.args[-2]} ranks of {axis!r}, which has {num_ranks}")
         if node.target is collective.all_to_all_single.default and node.args[-1] == axis and len(node.args[1]) != num_ranks:
             raise GraphError(f"node {node.name!r} exchanges {len(node.args[1])} blocks over {num_ranks} ranks of {axis!r}")
+    verify_collectives(step)
+
+
+def verify_collectives(step: StepGraph) -> None:
+    """Every collective says what it moves, and its result is waited for."""
+    for node in step.graph.nodes:
         if node.target in (*_SIZED, collective.all_reduce.default, collective.all_to_all_single.default):
             early = [user.name for user in node.users if user.target is not collective.wait_tensor.default]
             if early:

@@ -6,11 +6,13 @@ import pytest
 import torch
 import training
 import zoo
+from graphs import trace
 from simulate import simulate
 from zoo_steps import partitioned, shared_case
 
 import graphacc
 from graphacc.errors import StrategyError
+from graphacc.graph import Kind
 from graphacc.passes.communication.buckets import GATHER, REDUCE, SCATTER, SMALL_REDUCE_BYTES
 from graphacc.strategy import Strategy
 
@@ -62,6 +64,23 @@ def test_sizes():
     assert any(move.tensors > 1 for move in found[GATHER]) and any(move.tensors > 1 for move in found[SCATTER])
     replicated, _ = partitioned(shared_case("gpt2")[0].step, "dp=4,bucket_mb=1")
     assert all(move.size_bytes / move.tensors <= SMALL_REDUCE_BYTES for move in collectives(replicated)[REDUCE] if move.tensors > 1)
+
+
+def test_what_is_read_before_the_bucket_stays_where_it_is():
+    """A cast of a weight is gathered in front of the bucket that takes in what is made of the cast."""
+
+    def step(x, w, v):
+        half = w.bfloat16()
+        return ((x.bfloat16() @ half).float() + x @ v + x @ half.float()).sum()
+
+    tensors = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8)]
+    kinds = [(Kind.BATCH, "x"), (Kind.PARAM, "w"), (Kind.PARAM, "v")]
+    captured = trace(step, [(kind, name, x) for (kind, name), x in zip(kinds, tensors)], [(Kind.LOSS, "loss")])
+    alone, _ = partitioned(captured.copy(), "fsdp=2")
+    joined, _ = partitioned(captured.copy(), "fsdp=2,bucket_mb=1")
+    assert [move.tensors for move in collectives(joined)[GATHER]] == [1, 2]
+    for x, y in zip(simulate(alone, {"fsdp": 2}, tensors), simulate(joined, {"fsdp": 2}, tensors), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_a_backward_gather_waits_for_the_gradient_of_its_first_member():
