@@ -1,6 +1,7 @@
 """The public functions: compile a model, and run its step explicitly."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -236,7 +237,15 @@ def _choose_strategy(strategy: Strategy | str | None, devices: int | None, preci
         strategy = Strategy(fsdp=count)
     if precision is not None:
         strategy = strategy.replace(precision=precision)
-    return strategy
+    return _with_nodes(strategy)
+
+
+def _with_nodes(strategy: Strategy) -> Strategy:
+    """With the number of fsdp's ranks in one process, where the strategy wants to know it: the devices of a process follow one another, around tp, cp and ep."""
+    local_devices = strategy.num_devices // distributed.process_count()
+    if not strategy.quantized_gradients or strategy.node_size is not None or strategy.hpz > 1 or distributed.process_count() == 1:
+        return strategy
+    return strategy.replace(node_size=math.gcd(strategy.fsdp, max(1, local_devices // (strategy.tp * strategy.cp * strategy.ep))))
 
 
 def _check_not_asked(capture: str, options: Mapping[str, object]) -> None:

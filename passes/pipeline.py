@@ -11,7 +11,7 @@ from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
-from graphacc.passes.communication import bucket_pass
+from graphacc.passes.communication import Quantization, bucket_pass, quantized_gather_pass, quantized_scatter_pass, secondary_partition_pass
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
@@ -65,22 +65,34 @@ def build_pipeline(
     if strategy.ep > 1:
         passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along["ep"]))
     if strategy.fsdp > 1:
-        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"]))
+        quantization = Quantization(
+            weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
+        )
+        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization))
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, along["dp"]))
+    if strategy.quantized_weights:
+        passes.append(quantized_gather_pass(strategy.quant_block))
+    if strategy.hpz > 1:
+        passes.append(secondary_partition_pass(strategy.hpz))
     if strategy.bucket_mb and any(item.decide is not None for item in passes):
-        passes.append(bucket_pass(round(strategy.bucket_mb * 1e6)))
+        passes.append(bucket_pass(round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
+    if strategy.quantized_gradients:
+        passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
     return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
 
 
-def partition_pass(axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Pass:
+def partition_pass(
+    axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None], quantization: Quantization = Quantization()
+) -> Pass:
     """The partition along one data axis."""
 
     def decide(step: StepGraph) -> AxisPlan:
         layouts = zero_layouts(step, num_ranks, stage, batch_dims)
-        return assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state)
+        plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state)
+        return quantization.of(plan, step)
 
-    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items())))
+    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization))
 
 
 def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_dims: Mapping[str, int | None]) -> Pass:

@@ -140,7 +140,7 @@ class Verifier:
         """Check the next `steps` steps.
 
         Raises:
-            StrategyError: the run has several processes.
+            StrategyError: the run has several processes, or the strategy changes numerics.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise StrategyError(f"verify={steps!r}: give the number of steps to check, 0 or more")
@@ -148,6 +148,11 @@ class Verifier:
             raise StrategyError(
                 f"verify={steps} in a run of {process_count()} processes: PyTorch would need every process's values on each; run the same strategy "
                 "in one process (on virtual CPU devices, if need be), where the programs are the same"
+            )
+        if steps and (changes := self.engine.programs.strategy.changes_numerics):
+            raise StrategyError(
+                f"verify={steps}: {'; '.join(changes)}. PyTorch computes exactly, so that every step would differ: verify without these fields "
+                "(what they change is bounded by graphacc.ops.quantize.error_bound)"
             )
         self.remaining = steps
         return self.report

@@ -1,13 +1,43 @@
 """Operators that depend on the device's place on a mesh axis, and an ordering edge.
 
-Collectives are torch's own functional ones (``torch.ops._c10d_functional``) with the mesh axis as the group name.
+Collectives are torch's own functional ones (``torch.ops._c10d_functional``) with the mesh axis as the group name. Two other forms name a part
+of the axis's ranks: "fsdp/4" is the group of 4 consecutive ranks that this one belongs to, as in one node, and "fsdp%4" the group of the
+ranks that have its place in their groups of 4, across nodes (`split_group`).
 """
+
+import re
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from graphacc._compat.torch_ import exchange_with, group_rank
+
+_SUBGROUP = re.compile(r"(?P<axis>[\w+]+)(?P<kind>[/%])(?P<size>\d+)")
+
+
+def split_group(group: str) -> tuple[str, str, int]:
+    """The mesh axis (or axes joined by "+") of a group, its kind ("" for all ranks, "/" or "%") and the number behind that.
+
+    Examples:
+        >>> split_group("fsdp"), split_group("fsdp/4"), split_group("fsdp%4")
+        (('fsdp', '', 0), ('fsdp', '/', 4), ('fsdp', '%', 4))
+    """
+    match = _SUBGROUP.fullmatch(group)
+    return (match["axis"], match["kind"], int(match["size"])) if match else (group, "", 0)
+
+
+def subgroups(kind: str, size: int, num_ranks: int) -> list[list[int]]:
+    """The ranks of every group of an axis of `num_ranks`, which `size` divides.
+
+    Examples:
+        >>> subgroups("/", 4, 8), subgroups("%", 4, 8)
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]])
+    """
+    assert num_ranks % size == 0, f"groups of {size} do not divide {num_ranks} ranks"
+    if kind == "/":
+        return [list(range(start, start + size)) for start in range(0, num_ranks, size)]
+    return [list(range(place, num_ranks, size)) for place in range(size)]
 
 
 @torch.library.custom_op("graphacc::axis_index", mutates_args=())

@@ -1,7 +1,8 @@
 """Run a partitioned StepGraph in plain ``torch.distributed`` processes over Gloo: no XLA, no JAX.
 
 The graph's collectives are torch's own functional ones with a mesh axis as the group name. So each process interprets
-the graph as it stands, with one process group per line of ranks along every axis, registered under the axis's name.
+the graph as it stands, with one process group per line of ranks along every axis, registered under the axis's name, and per part of
+such a line that the graph names ("fsdp/4").
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc._compat.torch_ import defining_module, register_group, unregister_group
 from graphacc.errors import GraphAccError
 from graphacc.graph import Shard, StepGraph
+from graphacc.ops.mesh import split_group, subgroups
 
 Coordinates = dict[str, int]  # axis -> a rank's place on it
 
@@ -250,7 +252,7 @@ def _work(rank: int, num_ranks: int, rendezvous: str, timeout_seconds: float, pi
             importlib.import_module(name)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
-        groups = _register_groups(program.mesh, rank, timeout)
+        groups = _register_groups(program, rank, timeout)
         try:
             with torch.no_grad():
                 outputs = _execute(program, [_unpack(x) for x in packed])
@@ -264,12 +266,19 @@ def _work(rank: int, num_ranks: int, rendezvous: str, timeout_seconds: float, pi
         raise
 
 
-def _register_groups(mesh: Mapping[str, int], rank: int, timeout: datetime.timedelta) -> list[str]:
-    """Register, under each axis's name, the group of ranks that differ from `rank` in that axis alone."""
+def _register_groups(program: _Program, rank: int, timeout: datetime.timedelta) -> list[str]:
+    """Register, under its name, the part of the ranks that differ from `rank` along one axis alone which every group of the program names."""
+    mesh = program.mesh
+    named = {arg for step in program.instructions for arg in step.args if isinstance(arg, str) and split_group(arg)[1]}
+    names = [*mesh, *sorted(named)]
     ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
-    for place, axis in enumerate(mesh):
-        for line in ranks.movedim(place, -1).reshape(-1, mesh[axis]).tolist():
-            group = dist.new_group(line, timeout=timeout)
-            if rank in line:
-                register_group(axis, group)
-    return list(mesh)
+    for name in names:
+        axis, kind, size = split_group(name)
+        members = subgroups(kind, size, mesh[axis]) if kind else [list(range(mesh[axis]))]
+        for line in ranks.movedim(list(mesh).index(axis), -1).reshape(-1, mesh[axis]).tolist():
+            for places in members:
+                chosen = [line[place] for place in places]
+                group = dist.new_group(chosen, timeout=timeout)
+                if rank in chosen:
+                    register_group(name, group)
+    return names

@@ -47,8 +47,9 @@ class StrategyInForce(Strategy):
         """The strategy's own text, and below it one line per parameter."""
         header = ("parameter", "shape", "split over", "decided by", "why")
         rows = [(t.name, str(list(t.shape)), t.spec, t.decided_by, t.reason) for t in self.tensors]
+        first = [str(self.plain), *self.plain.changes_numerics]
         if not rows:
-            return str(self.plain)
+            return "\n".join(first)
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
-        return "\n".join([str(self.plain), *lines])
+        return "\n".join([*first, *lines])

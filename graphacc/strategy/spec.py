@@ -34,6 +34,12 @@ class Strategy:
     chunks: int = 1  # consecutive parts of the model per pipeline stage; more than one for "interleaved"
     stages: tuple[tuple[str, int], ...] = ()  # pins: pattern of module paths -> chunk of the model, from 0 to pp * chunks - 1; or a dict
     bucket_mb: float = 0.0  # gathers of weights and scatters of gradients are joined into messages of at most so many MB; 0: one for each tensor
+    quantized_weights: bool = False  # ZeRO++ qwZ: fsdp gathers large weights as int8; changes numerics
+    quantized_gradients: bool = False  # ZeRO++ qgZ: fsdp scatters large gradients as int4, within nodes and then across; changes numerics
+    hpz: int = 1  # ZeRO++ hpZ: backward gathers within groups of so many fsdp ranks what forward gathered and kept a part of; 1: over all
+    node_size: int | None = None  # fsdp ranks in one node, for quantized_gradients; None: hpz, or else the fsdp ranks of one process
+    quant_block: int = 256  # elements that share a scale
+    quant_min_size: int = 16384  # elements of a weight below which it and its gradient travel exactly; norms and biases always do
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
 
     def __post_init__(self):
@@ -62,8 +68,53 @@ class Strategy:
             raise StrategyError(f"zero={self.zero!r} is no ZeRO stage: set zero to 1, 2 or 3")
         if self.precision not in ("fp32", "bf16"):
             raise StrategyError(f"precision={self.precision!r} is unknown: set precision to 'fp32' or 'bf16'")
+        self._check_quantization()
         if self.zero is not None and self.fsdp == 1:
             raise StrategyError(f"zero={self.zero} shards over the fsdp axis, which has size 1: set fsdp to the number of ranks, or leave zero unset")
+
+    def _check_quantization(self) -> None:
+        _check_count("hpz", self.hpz)
+        for name in ("quantized_weights", "quantized_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise StrategyError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.quantized_weights and self.zero_stage != 3:
+            raise StrategyError(
+                f"quantized_weights=True is about the weights that ZeRO-3 gathers; with fsdp={self.fsdp},zero={self.zero} the replicas of a weight "
+                f"would keep the error: set fsdp and zero=3, or leave quantized_weights out"
+            )
+        if self.quantized_gradients and self.fsdp == 1:
+            raise StrategyError("quantized_gradients=True is about what the fsdp axis scatters, which has size 1: set fsdp, or leave it out")
+        if self.hpz > 1 and self.zero_stage != 3:
+            raise StrategyError(f"hpz={self.hpz} is about the second gather of ZeRO-3: set fsdp and zero=3, or leave hpz out")
+        if self.hpz > 1 and self.hpz == self.fsdp:
+            raise StrategyError(f"hpz={self.hpz} is all of fsdp={self.fsdp}, so that the secondary partition would be the primary one: leave hpz out")
+        if self.hpz > 1 and self.pp > 1:
+            raise StrategyError(f"hpz={self.hpz} keeps a part of every gathered weight until its backward, under pp={self.pp} once for each microbatch in flight: leave hpz out, or set pp=1")
+        for name in ("hpz", "node_size"):
+            size = getattr(self, name)
+            if size is not None:
+                _check_count(name, size)
+                if self.fsdp % size:
+                    raise StrategyError(f"{name}={size} does not divide fsdp={self.fsdp}: set it to the number of fsdp ranks in one node")
+        if self.node_size is not None and not self.quantized_gradients:
+            raise StrategyError(f"node_size={self.node_size} is for quantized_gradients, which is not set: leave it out")
+        _check_count("quant_block", self.quant_block)
+        _check_count("quant_min_size", self.quant_min_size)
+        if self.quant_block % 2:
+            raise StrategyError(f"quant_block={self.quant_block} must be even: two 4-bit values share a byte")
+
+    @property
+    def changes_numerics(self) -> tuple[str, ...]:
+        """What makes results differ from those of one device by more than rounding, in a sentence each."""
+        weights = f"quantized_weights: forward and backward compute with weights of {self.quant_min_size} elements and more as int8, in blocks of {self.quant_block}"
+        gradients = f"quantized_gradients: the optimizer gets sums of gradients as int4, in blocks of {self.quant_block}"
+        said = (weights, self.quantized_weights), (gradients, self.quantized_gradients)
+        return tuple(f"changes numerics: {text}" for text, holds in said if holds)
+
+    @property
+    def node_ranks(self) -> int:
+        """The fsdp ranks within which a quantised scatter makes its first exchange; 1 or all of fsdp: there is one exchange alone."""
+        return self.node_size or self.hpz
 
     @property
     def zero_stage(self) -> int:
@@ -156,7 +207,7 @@ def _parse_value(name: str, text: str, part: str, value: str) -> object:
         return _parse_float(text, part, value)
     if name in ("precision", "schedule", "context"):
         return value
-    if name == "sequence_parallel" and value.lower() in ("true", "false"):
+    if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if name != "stages":
         return _parse_int(text, part, value)

@@ -25,6 +25,7 @@ import torch.fx
 
 from graphacc.graph import StepGraph
 from graphacc.passes.edit import Editor
+from graphacc.passes.communication.secondary import is_secondary
 from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
@@ -81,8 +82,12 @@ class BucketReport:
         )
 
 
-def bucket_pass(bucket_bytes: int) -> Pass:
-    """Joins collectives into buckets of at most `bucket_bytes`; exact where ranks are summed in one order, as on CPU."""
+def bucket_pass(bucket_bytes: int, multiple: int = 1) -> Pass:
+    """Joins collectives into buckets of at most `bucket_bytes`; exact where ranks are summed in one order, as on CPU.
+
+    Args:
+        multiple: what a rank's part of a gradient that will be quantised is padded to, so that no two tensors share a block.
+    """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
         before = _count(step)
@@ -92,11 +97,11 @@ def bucket_pass(bucket_bytes: int) -> Pass:
         for bucket in early:
             _join_early(step, bucket)
         for bucket in late:
-            _join(step, bucket, bucket.members[-1])
+            _join(step, bucket, bucket.members[-1], multiple if bucket.members[-1].meta["move"].bits else 1)
         log.details = report
         return step
 
-    return Pass(name="buckets", exact=False, optional=True, run=run, verify=verify_collectives, key=("buckets", bucket_bytes))
+    return Pass(name="buckets", exact=False, optional=True, run=run, verify=verify_collectives, key=("buckets", bucket_bytes, multiple))
 
 
 def _count(step: StepGraph) -> int:
@@ -122,7 +127,7 @@ def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     limit = SMALL_REDUCE_BYTES if target is REDUCE else bucket_bytes // 2
     if _bytes(node) > limit or len(node.users) != 1:
         return None
-    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], node.meta.get(SEGMENT)
+    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["move"].bits, node.meta["phase"], node.meta.get(SEGMENT)
 
 
 def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
@@ -144,11 +149,13 @@ def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
 
 
 def _available(step: StepGraph) -> set[torch.fx.Node]:
-    """Inputs, and what is made of one input alone (views, casts, `after`, whose second operand is an ordering edge)."""
+    """Inputs, what is made of one input alone (views, casts, `after`, whose second operand is an ordering edge), and secondary partitions,
+    which the forward has left for the backward."""
     early = set(step.placeholders)
     for node in step.graph.nodes:
         read = node.all_input_nodes[:1] if node.target is torch.ops.graphacc.after.default else node.all_input_nodes
-        if node.op == "call_function" and len(read) == 1 and read[0] in early and isinstance(node.meta["val"], torch.Tensor):
+        made_of_one = node.op == "call_function" and len(read) == 1 and read[0] in early and isinstance(node.meta["val"], torch.Tensor)
+        if made_of_one or is_secondary(node):
             early.add(node)
     return early
 
@@ -208,13 +215,14 @@ def _move_up(node: torch.fx.Node, before: torch.fx.Node, anchor: torch.fx.Node |
     before.prepend(node)
 
 
-def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node) -> None:
-    """One collective in front of `at`."""
+def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node, multiple: int = 1) -> None:
+    """One collective in front of `at`; each rank's part of every member is padded to `multiple` elements."""
     edit, members = Editor(step.graph, at), _parameter_order(bucket.members)
     target: Any = at.target
     group: Any = at.args[1:]  # GATHER: ranks and axis; SCATTER: operation, ranks and axis; REDUCE: operation and axis
     ranks: int = group[1] if target is SCATTER else 1  # parts of what is given
     flat = [edit.view(_operand(node), [ranks, _operand(node).meta["val"].numel() // ranks]) for node in members]
+    flat = [edit(aten.constant_pad_nd.default, part, [0, behind], 0) if (behind := -part.meta["val"].shape[1] % multiple) else part for part in flat]
     joined = edit(aten.cat.default, flat, 1)
     sent = edit(target, edit.view(joined, [joined.meta["val"].numel()]), *group)
     sent.meta["move"] = dataclasses.replace(at.meta["move"], value=members[0].meta["move"].value, size_bytes=bucket.size_bytes, tensors=len(members))
@@ -223,9 +231,9 @@ def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node) -> None:
     whole = edit.view(received, [parts, received.meta["val"].numel() // parts])
     start, pieces = 0, []
     for node, part in zip(members, flat):
-        size = part.meta["val"].shape[1]
+        size = node.meta["val"].numel() // parts
         pieces.append(edit.view(edit(aten.slice.Tensor, whole, 1, start, start + size), list(node.meta["val"].shape)))
-        start += size
+        start += part.meta["val"].shape[1]
     for node, piece in zip(members, pieces):  # behind the loop above, which inserts in front of one of them
         (waited,) = node.users
         waited.replace_all_uses_with(piece)

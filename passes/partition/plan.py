@@ -36,6 +36,7 @@ class Move:
     layer: str  # path of the module that reads it
     reader: str  # name of the node that it is made for
     tensors: int = 1  # joined in one message
+    bits: int | None = None  # of an element, where it travels quantised; None: as it is
     forced: str = ""  # why an operator could not take the tensor as it was, where that is no part of the strategy
 
     @property

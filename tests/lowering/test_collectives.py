@@ -18,6 +18,9 @@ from graphacc._compat.jax_ import x64
 c10d = torch.ops._c10d_functional
 X = torch.arange(8 * 16, dtype=torch.float32).reshape(8, 16) % 23 - 7
 SUM_GROUPS = {"dp": [[0, 4], [1, 5], [2, 6], [3, 7]], "fsdp": [[0, 1, 2, 3], [4, 5, 6, 7]], "dp+fsdp": [list(range(8))]}
+PARTS = {"fsdp/2": [[0, 1], [2, 3], [4, 5], [6, 7]], "fsdp%2": [[0, 2], [1, 3], [4, 6], [5, 7]], "dp+fsdp/4": [[0, 1, 2, 3], [4, 5, 6, 7]]}
+GROUPS = SUM_GROUPS | PARTS
+"""Gathers, exchanges and cuts also know parts of an axis."""
 
 
 def _run(function, x, *, check_vma=False):
@@ -34,7 +37,7 @@ def _run(function, x, *, check_vma=False):
 def _expected(group, per_group):
     """Rows of a result: `per_group(rows of the group, place in it)` for each device."""
     result = [None] * 8
-    for members in SUM_GROUPS[group]:
+    for members in GROUPS[group]:
         for place, device in enumerate(members):
             result[device] = per_group(members, place)
     return torch.stack(result)
@@ -52,7 +55,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize("group", SUM_GROUPS)
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_reduce_and_reduce_scatter(group, op):
-    size = len(SUM_GROUPS[group][0])
+    size = len(GROUPS[group][0])
     x = X.sign() + X % 2  # small values: products stay exact
     whole = _expected(group, lambda members, _: REDUCTIONS[op](x[members]))
     assert torch.equal(_run(lambda x: c10d.wait_tensor(c10d.all_reduce(x, op, group)), x), whole)
@@ -72,16 +75,16 @@ def test_all_reduce_of_bool_and_integers(op):
     assert torch.equal(_run(lambda x: c10d.all_reduce(x, op, "fsdp"), flags), expected)
 
 
-@pytest.mark.parametrize("group", SUM_GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_all_gather(group):
-    size = len(SUM_GROUPS[group][0])
+    size = len(GROUPS[group][0])
     got = _run(lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group)), X)
     assert torch.equal(got, _expected(group, lambda members, _: X[members].reshape(-1)))
 
 
-@pytest.mark.parametrize("group", SUM_GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_all_to_all(group):
-    size = len(SUM_GROUPS[group][0])
+    size = len(GROUPS[group][0])
     splits = [16 // size] * size
     got = _run(lambda x: c10d.wait_tensor(c10d.all_to_all_single(x, splits, splits, group)), X)
     expected = _expected(group, lambda members, place: X[members].reshape(size, size, -1)[:, place].reshape(-1))
@@ -106,15 +109,21 @@ def test_broadcast():
     assert torch.equal(_run(lambda x: c10d.broadcast(x, 2, "fsdp"), X), _expected("fsdp", lambda members, _: X[members[2]]))
 
 
-@pytest.mark.parametrize("group", SUM_GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_axis_index_and_shard(group):
-    size = len(SUM_GROUPS[group][0])
+    size = len(GROUPS[group][0])
     places = _run(lambda x: torch.ops.graphacc.axis_index(size, group) + x.long() * 0, X[:, :1])
     assert torch.equal(places, _expected(group, lambda _, place: torch.tensor([place])))
     for outer in (1, 2):
         got = _run(lambda x: torch.ops.graphacc.shard(x, 0, outer, size, group), X)
         blocks = lambda device, place: X[device].reshape(outer, size, -1)[:, place].reshape(-1)  # noqa: E731
         assert torch.equal(got, _expected(group, lambda members, place: blocks(members[place], place)))
+
+
+@pytest.mark.parametrize("group", PARTS)
+def test_a_sum_over_a_part_of_an_axis_is_refused(group):
+    with pytest.raises(Exception, match="part of its axis's ranks"):
+        _run(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", group)), X)
 
 
 def test_a_sum_is_known_to_be_equal_everywhere():

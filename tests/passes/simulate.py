@@ -6,8 +6,8 @@ import operator
 import torch
 import torch.fx
 
-import graphacc.ops  # noqa: F401
 from graphacc.graph import StepGraph
+from graphacc.ops.mesh import split_group
 from graphacc.runtime.reference import block, coordinates, join
 
 collective, mesh_ops = torch.ops._c10d_functional, torch.ops.graphacc
@@ -78,7 +78,7 @@ def _permuted(arguments, places, rank):
 def _collective(target, arguments, places, rank):
     args = arguments[rank][0]
     axis = args[-1]
-    peers = [other for other, at in enumerate(places) if {**at, axis: 0} == {**places[rank], axis: 0}]
+    peers = [other for other, at in enumerate(places) if _line(axis, at) == _line(axis, places[rank])]
     tensors = [arguments[peer][0][0] for peer in peers]
     assert all(x.is_contiguous() for x in tensors), "collectives need contiguous tensors"
     if target is collective.all_gather_into_tensor.default:
@@ -92,8 +92,16 @@ def _collective(target, arguments, places, rank):
     return total.clone() if target is collective.all_reduce.default else total.chunk(len(peers))[peers.index(rank)].clone()
 
 
-def _shard(x, dim, outer, size, axis, at):
-    return x.unflatten(dim, (outer, size, -1)).select(dim + 1, at[axis]).flatten(dim, dim + 1).clone()
+def _line(group, at):
+    """What the ranks of a group have in common."""
+    axis, kind, size = split_group(group)
+    return {**at, axis: {"": 0, "/": at[axis] // max(size, 1), "%": at[axis] % max(size, 1)}[kind]}
+
+
+def _shard(x, dim, outer, size, group, at):
+    axis, kind, number = split_group(group)
+    place = {"": at[axis], "/": at[axis] % max(number, 1), "%": at[axis] // max(number, 1)}[kind]
+    return x.unflatten(dim, (outer, size, -1)).select(dim + 1, place).flatten(dim, dim + 1).clone()
 
 
 def _collect(blocks, item, places, mesh):

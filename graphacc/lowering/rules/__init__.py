@@ -20,6 +20,7 @@ from graphacc.lowering.rules import (  # noqa: F401
     pointwise,
     pool,
     prims,
+    quantize,
     random,
     reduce,
     refused,

@@ -1,6 +1,7 @@
 """torch's functional collectives, and graphacc's operators that know their place, over the axes of a ``jax.shard_map``.
 
-A group name is the name of a mesh axis, or several joined by "+", outermost first ("dp+fsdp"): one group over both.
+A group name is the name of a mesh axis, several joined by "+", outermost first ("dp+fsdp": one group over both), or a part of the ranks
+of an axis ("fsdp/4", "fsdp%4": see `graphacc.ops.mesh`).
 """
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float
 from graphacc.lowering.registry import register
+from graphacc.ops.mesh import split_group, subgroups
 
 
 def axes_of(group: str) -> str | tuple[str, ...]:
@@ -18,8 +20,26 @@ def axes_of(group: str) -> str | tuple[str, ...]:
         >>> axes_of("dp+fsdp")
         ('dp', 'fsdp')
     """
+    if split_group(group)[1]:
+        raise ValueError(f"group {group!r} is a part of its axis's ranks, over which this collective has no lowering: gathers and all-to-alls have one")
     names = tuple(group.split("+"))
     return names if len(names) > 1 else names[0]
+
+
+def _members(group: str) -> dict:
+    """A group that may be a part of its axis's ranks, as keyword arguments of jax's gathers and all-to-alls."""
+    axis, kind, size = split_group(group)
+    groups = subgroups(kind, size, lax.axis_size(axes_of(axis))) if kind else None
+    return {"axis_name": axes_of(axis), "axis_index_groups": groups}
+
+
+def _place(group: str):
+    """How many ranks a group has, and this device's place among them."""
+    axis, kind, size = split_group(group)
+    total, index = lax.axis_size(axes_of(axis)), lax.axis_index(axes_of(axis))
+    if kind == "/":
+        return size, index % size
+    return (total // size, index // size) if kind else (total, index)
 
 
 def _bool_as_int(function):
@@ -81,7 +101,7 @@ def _all_reduce(x, op, group):
 
 
 def _all_gather(x, group):
-    return lax.all_gather(x, axes_of(group), axis=0, tiled=True)
+    return lax.all_gather(x, axis=0, tiled=True, **_members(group))
 
 
 def _reduce_scatter(x, op, group):
@@ -95,11 +115,10 @@ def _reduce_scatter(x, op, group):
 
 def shard(x, dim, outer, group):
     """This device's block of dim `dim`, read as [outer, size, rest]."""
-    axes = axes_of(group)
-    size = lax.axis_size(axes)
+    size, place = _place(group)
     shape = x.shape
     blocks = x.reshape(*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :])
-    block = lax.dynamic_index_in_dim(blocks, lax.axis_index(axes), dim + 1, keepdims=False)
+    block = lax.dynamic_index_in_dim(blocks, place, dim + 1, keepdims=False)
     return block.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 
@@ -144,7 +163,7 @@ def _all_to_all(ctx, x, output_split_sizes, input_split_sizes, group_name):
         raise ValueError(
             f"all_to_all_single with unequal splits {input_split_sizes} -> {output_split_sizes}: pad them to equal sizes"
         )
-    return lax.all_to_all(x, axes_of(group_name), split_axis=0, concat_axis=0, tiled=True)
+    return lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **_members(group_name))
 
 
 @register("_c10d_functional.broadcast.default")
@@ -155,7 +174,7 @@ def _broadcast(ctx, x, src, group_name):
 
 @register("graphacc.axis_index.default")
 def _axis_index(ctx, size, axis):
-    return lax.axis_index(axes_of(axis)).astype(np.int64)
+    return _place(axis)[1].astype(np.int64)
 
 
 @register("graphacc.shard.default")

@@ -1,0 +1,185 @@
+"""ZeRO++: what travels as codes, what stays exact, what the backward gathers within groups; on all ranks in lockstep, in processes, and compiled."""
+
+import collections
+
+import pytest
+import torch
+import training
+import zoo
+from selection import with_matrix
+from simulate import simulate
+from tolerances import relative_error
+from zoo_steps import partitioned, shared_case
+
+import graphacc
+from graphacc.errors import StrategyError
+from graphacc.graph import Kind, Phase
+from graphacc.ops.quantize import error_bound, message_bytes
+from graphacc.passes.communication.quantize import EXCHANGE, GATHER, SCATTER
+from graphacc.passes.partition.plan import Role
+from graphacc.runtime.reference import run_reference
+from graphacc.strategy import Strategy
+
+SMALL = "quant_min_size=512"  # the zoo's models are small
+QW, QG = f"quantized_weights=True,{SMALL}", f"quantized_gradients=True,{SMALL}"
+ALL = f"quantized_weights=True,quantized_gradients=True,hpz=2,{SMALL}"
+
+
+def moves(step) -> dict:
+    """Collective and group -> what moves."""
+    found = collections.defaultdict(list)
+    for node in step.graph.nodes:
+        if "move" in node.meta:
+            found[node.target, node.args[-1]].append(node.meta["move"])
+    return found
+
+
+def results(name: str, strategy: str):
+    case, inputs, _ = shared_case(name)
+    step, _ = partitioned(case.step, strategy)
+    return step, simulate(step, Strategy.parse(strategy).mesh, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "with_hpz"),
+    [
+        ("gpt2", "fsdp=4", "fsdp=4,hpz=2"),
+        ("gpt2", "fsdp=4,bucket_mb=0", "fsdp=4,hpz=2,bucket_mb=0.02"),
+        ("tied_mlp", "fsdp=4", "fsdp=4,hpz=2"),
+        ("resnet", "dp=2,fsdp=4", "dp=2,fsdp=4,hpz=2"),
+        ("gpt2", "fsdp=4,tp=2", "fsdp=4,tp=2,hpz=2"),
+        ("gpt2", f"fsdp=4,{QW}", f"fsdp=4,{QW},hpz=2"),
+    ],
+)
+def test_a_secondary_partition_keeps_the_bits(name, base, with_hpz):
+    _, expected = results(name, base)
+    step, got = results(name, with_hpz)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    found = moves(step)
+    again = [move for move in found[GATHER, "fsdp"] if move.role is Role.WEIGHT and move.phase is Phase.BACKWARD]
+    assert found[GATHER, "fsdp/2"] and not again
+    kept = [node for node in step.graph.nodes if node.meta.get("secondary")]
+    assert all(node.meta["phase"] is Phase.FORWARD for node in kept)
+    if "quantized" in with_hpz:
+        assert any(node.meta["val"].dtype == torch.uint8 for node in kept)
+
+
+@pytest.mark.parametrize("extra", [QW, f"{QG},node_size=2", ALL])
+def test_buckets_change_no_bits(extra):
+    _, alone = results("gpt2", f"fsdp=4,bucket_mb=0,{extra}")
+    step, joined = results("gpt2", f"fsdp=4,bucket_mb=0.02,{extra}")
+    assert all(torch.equal(x, y) for x, y in zip(alone, joined, strict=True))
+    assert any(move.tensors > 1 for items in moves(step).values() for move in items)
+
+
+def test_weights_as_int8():
+    """Every gather of a large weight carries its message, vectors and small weights travel as they are, and the loss moves a little."""
+    (exact, expected), (step, got) = results("gpt2", "fsdp=4,bucket_mb=0"), results("gpt2", f"fsdp=4,bucket_mb=0,{QW}")
+    before, after = moves(exact)[GATHER, "fsdp"], moves(step)[GATHER, "fsdp"]
+    assert len(before) == len(after)
+    quantized = [move for move in after if move.bits]
+    assert 0 < len(quantized) < len(after)
+    numel = [move.size_bytes // 4 for move, other in zip(before, after) if other.bits]
+    assert [move.size_bytes for move in quantized] == [4 * message_bytes(n // 4, 8, 256) for n in numel]
+    vectors = {item.target for item in step.inputs if item.kind is Kind.PARAM and len(item.shape) < 2}
+    assert vectors and all(size < 512 for size in (move.size_bytes // 4 for move in after if not move.bits))
+    loss = next(i for i, item in enumerate(step.outputs) if item.kind is Kind.LOSS)
+    assert 0 < relative_error(got[loss], expected[loss]) < 0.01
+    assert moves(exact)[SCATTER, "fsdp"] == moves(step)[SCATTER, "fsdp"]
+
+
+@pytest.mark.parametrize(("extra", "groups"), [("", ("fsdp",)), (",node_size=2", ("fsdp/2", "fsdp%2")), (",node_size=4", ("fsdp",)), (",node_size=1", ("fsdp",))])
+def test_gradients_as_int4(extra, groups):
+    """One exchange, or one in the node and one across; each sum errs by at most the errors of what was added."""
+    case, inputs, _ = shared_case("gpt2")
+    grads = [i for i, item in enumerate(case.joint.outputs) if item.kind is Kind.GRAD]
+    given = case.inputs(case.joint)
+    exact, _ = partitioned(case.joint.copy(), "fsdp=4,zero=2,bucket_mb=0")
+    step, _ = partitioned(case.joint.copy(), f"fsdp=4,zero=2,bucket_mb=0,{QG}{extra}")
+    found = moves(step)
+    assert {group for target, group in found if target is EXCHANGE} == set(groups)
+    assert len({len(found[EXCHANGE, group]) for group in groups}) == 1
+    num_exact = sum(move.bits is None for move in found[SCATTER, "fsdp"])
+    assert num_exact and len(found[EXCHANGE, groups[0]]) + num_exact == len(moves(exact)[SCATTER, "fsdp"])
+    got, expected = simulate(step, {"fsdp": 4}, given), simulate(exact, {"fsdp": 4}, given)
+    changed = 0
+    for i in grads:
+        # Rank r's gradients are below 4 times the largest mean here; two quantisations of sums of at most four.
+        bound = error_bound(4) * 4 * len(groups) * max(expected[i].abs().max().item(), 1e-12) * 4
+        assert (got[i] - expected[i]).abs().max() <= bound
+        changed += not torch.equal(got[i], expected[i])
+    assert changed == len(found[EXCHANGE, groups[0]])
+
+
+@pytest.mark.parametrize("strategy", with_matrix(["fsdp=4," + ALL, "dp=2,fsdp=2," + QW, "fsdp=4," + QG], ["fsdp=4," + ALL]))
+def test_processes_have_the_bits_of_the_simulation(strategy):
+    """Torch's own collectives between processes, with a process group for every part of an axis."""
+    case, inputs, _ = shared_case("tied_mlp")
+    step, _ = partitioned(case.step, strategy)
+    mesh = Strategy.parse(strategy).mesh
+    for x, y in zip(run_reference(step, mesh, inputs), simulate(step, mesh, inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    with_matrix(
+        [f"{base},{extra}" for base in ("fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2", "fsdp=4,microbatches=2") for extra in (QW, QG, ALL + ",bucket_mb=0.02", ALL + ",precision=bf16", f"hpz=2,{SMALL}")],
+        [f"fsdp=8,{ALL},bucket_mb=0.02", f"dp=2,fsdp=4,{ALL},precision=bf16"],
+    ),
+)
+def test_training_on_eight_devices(strategy):
+    """Compiled: the loss falls as with exact communication, and hpz alone keeps the bits."""
+    exact = ",".join(part for part in strategy.split(",") if not part.startswith(("quant", "hpz", "bucket")))
+    losses, states = [], []
+    for chosen in (exact, strategy):
+        model, _ = zoo.MODELS["gpt2"]()
+        training.compiled(model, chosen)
+        with training.captured_once("zero++"):
+            losses.append(training.train(model, training.batches_of("gpt2", steps=3) * 2, scheduled=False))
+        states.append(model.state_dict())
+    assert losses[1][-1] < losses[1][0]
+    if "quantized" in strategy:
+        assert all(abs(x - y) < 0.02 * y for x, y in zip(losses[1], losses[0])) and losses[0] != losses[1]
+    else:
+        assert losses[0] == losses[1] and all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+def test_what_is_said():
+    model, _ = zoo.MODELS["gpt2"]()
+    training.compiled(model, f"fsdp=8,{ALL},bucket_mb=0.02")
+    training.train(model, training.batches_of("gpt2", steps=1), scheduled=False)
+    assert "changes numerics: quantized_weights: " in str(model.strategy) and "changes numerics: quantized_gradients: " in str(model.strategy)
+    text = model.explain(passes=True)
+    assert "gathers of weights as int8" in text and "scatters of gradients as int4" in text and "gathers of the backward within groups of 2" in text
+    with pytest.raises(StrategyError, match="verify=1: changes numerics"):
+        graphacc.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("fsdp=8,hpz=8", "hpz=8 is all of fsdp=8"),
+        ("fsdp=8,hpz=3", "hpz=3 does not divide fsdp=8"),
+        ("fsdp=8,zero=2,hpz=2", "second gather of ZeRO-3"),
+        ("dp=8,quantized_gradients=True", "which has size 1"),
+        ("fsdp=8,zero=1,quantized_weights=True", "would keep the error"),
+        ("pp=2,fsdp=4,hpz=2,microbatches=2", "leave hpz out, or set pp=1"),
+        ("fsdp=8,quantized_gradients=True,node_size=3", "node_size=3 does not divide"),
+        ("fsdp=8,node_size=4", "is for quantized_gradients"),
+        ("fsdp=8,quantized_weights=True,quant_block=7", "must be even"),
+        ("fsdp=8,quantized_weights=2", "must be True or False"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(strategy, message):
+    with pytest.raises(StrategyError, match=message):
+        Strategy.parse(strategy)
+
+
+def test_lazily_captured_models_refuse():
+    pytest.importorskip("torch_xla")
+    model = graphacc.compile(torch.nn.Linear(8, 8), strategy="fsdp=2,quantized_weights=True", devices=2, capture="lazy", cache_dir=None)
+    loss = model(torch.randn(4, 8)).square().mean()
+    with pytest.raises(StrategyError, match="quantized_weights rewrite collectives"):
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
