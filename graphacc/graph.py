@@ -61,6 +61,16 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Codes:
+    """A tensor that is kept as the messages of its ranks' parts (`graphacc.ops.quantize`): [size of each shard, ..., bytes]."""
+
+    shape: tuple[int, ...]  # of the tensor, global, without padding
+    shards: tuple[Shard, ...]  # of the tensor
+    bits: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
     """One placeholder of a StepGraph."""
 
@@ -72,6 +82,7 @@ class Input:
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer
     trainable: bool = False  # parameters only: it receives a gradient
     shards: tuple[Shard, ...] = ()  # major to minor where two axes split the same dim
+    codes: Codes | None = None  # parameters that nothing changes: the program reads codes, which `shape`, `dtype` and `shards` describe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

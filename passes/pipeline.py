@@ -11,7 +11,14 @@ from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
-from graphacc.passes.communication import Quantization, bucket_pass, quantized_gather_pass, quantized_scatter_pass, secondary_partition_pass
+from graphacc.passes.communication import (
+    Frozen,
+    Quantization,
+    bucket_pass,
+    quantized_gather_pass,
+    quantized_scatter_pass,
+    secondary_partition_pass,
+)
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
@@ -35,6 +42,7 @@ def build_pipeline(
     splits: Mapping[str, Split] | None = None,
     homes: Mapping[str, int] = MappingProxyType({}),
     experts: Collection[str] | None = None,
+    frozen: Collection[str] = (),
 ) -> list[Pass]:
     """The passes that turn a captured graph into the program of one device of `strategy`.
 
@@ -45,6 +53,7 @@ def build_pipeline(
         splits: parameter -> its split along `tp`; None finds them in `step`, which then needs a forward part.
         homes: parameter -> the pipeline stage where earlier programs keep it.
         experts: the parameters that `ep` splits; None finds them in `step`, which then needs a forward part.
+        frozen: parameters that nothing trains.
 
     Raises:
         StrategyError: `batch_dims` does not fit the signature, or a number of heads does not divide.
@@ -72,7 +81,8 @@ def build_pipeline(
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, along["dp"]))
     if strategy.quantized_weights:
-        passes.append(quantized_gather_pass(strategy.quant_block))
+        kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
+        passes.append(quantized_gather_pass(strategy.quant_block, kept))
     if strategy.hpz > 1:
         passes.append(secondary_partition_pass(strategy.hpz))
     if strategy.bucket_mb and any(item.decide is not None for item in passes):

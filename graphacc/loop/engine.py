@@ -116,6 +116,7 @@ class Engine:
     def __init__(self, model: nn.Module, programs: Programs, options: Options):
         self.model = model
         self.programs = programs
+        programs.frozen = self._frozen
         self.options = options
         self._loop_thread = threading.get_ident()
         self._capturing: int | None = None  # the thread in which the model's own code runs
@@ -1134,13 +1135,18 @@ class Engine:
                 self.handles[item.target].mark_stale()
         self.updates += any(item.kind is Kind.PARAM for item in compiled.graph.outputs)
 
+    def _frozen(self) -> frozenset[str]:
+        """Parameters that nothing trains."""
+        return frozenset(handle.name for handle in self.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
+
     def _upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""
         for item in compiled.graph.inputs:
             if item.kind not in (Kind.PARAM, Kind.BUFFER):
                 continue
             handle = self.handles.get(item.target)
-            if handle is not None and (handle.host_is_newer or not self.programs.holds(item.kind, item.target)):
+            if handle is not None and (handle.host_is_newer or not self.programs.holds_for(item)):
+                handle.refresh()  # as the devices have it in another form
                 if compiled.kind != "update" and handle.version != tape.parameter_versions.get(handle.name, handle.version):
                     raise written_too_early(handle.name)
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())

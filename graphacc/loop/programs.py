@@ -30,7 +30,7 @@ from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
-from graphacc.runtime.exchange import from_parts
+from graphacc.runtime.exchange import from_parts, to_codes
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
 from graphacc.strategy.in_force import TensorDecision
@@ -97,6 +97,7 @@ class Programs:
         self.plan_seconds = plan_seconds
         self.annotations = annotations
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
+        self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
         self.splits = TensorParallel(splits={}, reasons={})
         self.experts: frozenset[str] = frozenset()
         with kept_random_state():  # JAX's devices are made here
@@ -213,10 +214,16 @@ class Programs:
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
-        self.state.set(item, to_device(value.to(item.dtype), item, self.mesh))
+        value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
+        self.state.set(item, to_device(value, item, self.mesh))
 
     def holds(self, kind: Kind, target: str) -> bool:
-        return self.state.holds(kind, target)
+        """Whether the devices have a value, as it is."""
+        return self.state.holds(kind, target) and self.state.codes_of(kind, target) is None
+
+    def holds_for(self, item: Input) -> bool:
+        """Whether the devices have an input's value as it is, or in the codes that the program reads."""
+        return self.state.holds(item.kind, item.target) and self.state.codes_of(item.kind, item.target) == item.codes
 
     def fetch(self, kind: Kind, target: str) -> Tensor:
         """A value of the state as a global tensor on the host."""
@@ -254,7 +261,7 @@ class Programs:
     ) -> tuple[StepGraph, tuple[PassReport, ...]]:
         """The graph after all passes, and their reports; what the user should know is logged, once."""
         passes = build_pipeline(
-            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), **places
+            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), frozen=self.frozen(), **places
         )
         graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
         partitions = [report.details for report in reports if isinstance(report.details, PartitionReport)]

@@ -31,9 +31,13 @@ class Collective:
 
     kind: str  # one of KINDS
     axes: tuple[str, ...]  # the mesh axes that its groups span
-    group_size: int
+    group: tuple[int, ...]  # places of the first group's devices in the mesh
     tensor_bytes: tuple[int, ...]  # of each whole tensor on one device: reduced, gathered, before it is scattered, or exchanged
     module: str  # the module's path, "" if unknown
+
+    @property
+    def group_size(self) -> int:
+        return len(self.group)
 
     @property
     def size_bytes(self) -> int:
@@ -118,14 +122,14 @@ def read_collectives(hlo: str, mesh: jax.sharding.Mesh) -> Iterable[Collective]:
         group = _group(line, mesh.size)
         if len(group) == 1:
             continue
-        sizes = _tensor_bytes(match["shape"], gathers=bool(match["start"]) and match["kind"] in ("all-gather", "collective-permute"))
+        sizes = _tensor_bytes(match["shape"], gathers=bool(match["start"]) and match["kind"] != "all-reduce")
         if match["kind"] == "all-to-all" and len(sizes) == len(group):  # one tensor, in a tuple of its blocks
             sizes = [sum(sizes)]
         name = _NAME.search(line)
         yield Collective(
             kind=match["kind"],
             axes=_axes(group, mesh),
-            group_size=len(group),
+            group=tuple(group),
             tensor_bytes=tuple(size * (len(group) if match["kind"] == "reduce-scatter" else 1) for size in sizes),
             module=_module(name[1]) if name else "",
         )

@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from graphacc._compat.jax_ import x64
 from graphacc.errors import GraphError
+from graphacc.graph import Codes
 from graphacc.runtime.distributed import note, process_count, process_index
 from graphacc.runtime.layout import Item, bounds, orders, pieces, sharding, stored_shape
+from graphacc.runtime.reference import block, coordinates
 from graphacc.runtime.transfer import processes_of, settle
 
 _VIEWS = {
@@ -55,6 +57,14 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
         )
     host = _stored(numpy_view(tensor), item)
     return place(host.shape, host.dtype, sharding(item, mesh), host.__getitem__, copy=copy)
+
+
+def to_codes(tensor: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """The messages of the parts of a global tensor, uint8 [size of each shard, ..., bytes]."""
+    sizes = {shard.axis: shard.size for shard in codes.shards}
+    parts = torch.stack([block(tensor.detach(), codes.shards, at).flatten() for at in coordinates(sizes)])
+    messages = torch.ops.graphacc.quantize_blocks(parts, codes.bits, codes.block)
+    return messages.unflatten(0, tuple(sizes.values())) if sizes else messages[0]
 
 
 def from_parts(part: torch.Tensor, item: Item, mesh: Mesh) -> jax.Array:

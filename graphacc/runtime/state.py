@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import x64
-from graphacc.graph import Kind, local_shape
+from graphacc.graph import Codes, Kind, local_shape
 from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape
 from graphacc.runtime.transfer import note_started, send, settle
 
@@ -75,6 +75,10 @@ class TrainState:
 
     def holds(self, kind: Kind, target: str) -> bool:
         return (kind, target) in self._values
+
+    def codes_of(self, kind: Kind, target: str) -> Codes | None:
+        """The codes that a value is kept as; None: it is kept as it is."""
+        return getattr(self.find(kind, target)[1], "codes", None)
 
     def discard(self, kind: Kind, target: str) -> None:
         """Forget a value, if there is one; its memory is free when nothing else refers to it."""

@@ -40,6 +40,7 @@ class Strategy:
     node_size: int | None = None  # fsdp ranks in one node, for quantized_gradients; None: hpz, or else the fsdp ranks of one process
     quant_block: int = 256  # elements that share a scale
     quant_min_size: int = 16384  # elements of a weight below which it and its gradient travel exactly; norms and biases always do
+    frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
 
     def __post_init__(self):
@@ -100,13 +101,17 @@ class Strategy:
             raise StrategyError(f"node_size={self.node_size} is for quantized_gradients, which is not set: leave it out")
         _check_count("quant_block", self.quant_block)
         _check_count("quant_min_size", self.quant_min_size)
+        if self.frozen_bits not in (4, 8):
+            raise StrategyError(f"frozen_bits={self.frozen_bits!r} must be 8 or 4")
+        if self.frozen_bits != 8 and not self.quantized_weights:
+            raise StrategyError(f"frozen_bits={self.frozen_bits} is for quantized_weights, which is not set: set it, or leave frozen_bits out")
         if self.quant_block % 2:
             raise StrategyError(f"quant_block={self.quant_block} must be even: two 4-bit values share a byte")
 
     @property
     def changes_numerics(self) -> tuple[str, ...]:
         """What makes results differ from those of one device by more than rounding, in a sentence each."""
-        weights = f"quantized_weights: forward and backward compute with weights of {self.quant_min_size} elements and more as int8, in blocks of {self.quant_block}"
+        weights = f"quantized_weights: forward and backward compute with weights of {self.quant_min_size} elements and more as int8, in blocks of {self.quant_block} (those that are not trained: int{self.frozen_bits})"
         gradients = f"quantized_gradients: the optimizer gets sums of gradients as int4, in blocks of {self.quant_block}"
         said = (weights, self.quantized_weights), (gradients, self.quantized_gradients)
         return tuple(f"changes numerics: {text}" for text, holds in said if holds)

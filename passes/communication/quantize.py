@@ -24,6 +24,7 @@ import torch
 import torch.fx
 
 from graphacc.graph import Phase, StepGraph
+from graphacc.passes.communication.frozen import Frozen, KeptCodes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
@@ -75,33 +76,46 @@ class QuantizeReport:
     bytes_after: int = 0  # their messages, scales and padding included, of one exchange
     exact: int = 0  # collectives of the same kind that stay as they are
     exact_bytes: int = 0
+    kept: tuple[int, int, int, int] = (0, 0, 0, 0)  # weights kept as codes: how many, their bits, bytes on a rank before and after
 
     def __str__(self) -> str:
+        count, bits, before, after = self.kept
+        kept = f"; {count} weights that are not trained are kept as int{bits}: {after} bytes on a rank in the place of {before}" if count else ""
         return (
             f"{self.count} {self.what}: {self.bytes_before} bytes became {self.bytes_after}, scales and padding included; "
-            f"{self.exact} of small tensors and vectors stay exact, {self.exact_bytes} bytes"
+            f"{self.exact} of small tensors and vectors stay exact, {self.exact_bytes} bytes{kept}"
         )
 
 
-def quantized_gather_pass(block: int) -> Pass:
-    """qwZ: gathers whose moves say `bits` carry codes; changes numerics within `graphacc.ops.quantize.error_bound`."""
+def quantized_gather_pass(block: int, frozen: Frozen = Frozen()) -> Pass:
+    """qwZ: gathers whose moves say `bits` carry codes; changes numerics within `graphacc.ops.quantize.error_bound`.
+
+    Args:
+        frozen: weights that are kept as codes, where nothing else reads them.
+    """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
         log.details = report = QuantizeReport(f"gathers of weights as int{WEIGHT_BITS}")
-        for node in _chosen(step, GATHER, Role.WEIGHT, report):
+        chosen = _chosen(step, GATHER, Role.WEIGHT, report)
+        kept = KeptCodes(step, frozen, set(chosen), block)
+        for node in chosen:
             source, ranks, group = node.args
-            value = source.meta["val"]
-            edit = Editor(step.graph, node)
-            message = edit(own.quantize_blocks.default, edit.view(source, [value.numel()]), WEIGHT_BITS, block)
-            gathered = _collective(edit, node, GATHER, message, ranks, group)
+            n, edit = source.meta["val"].numel(), Editor(step.graph, node)
+            shape, dtype = list(node.meta["val"].shape), node.meta["val"].dtype
+            message, bits = kept.message(edit, source), frozen.bits
+            if message is None:
+                message, bits = edit(own.quantize_blocks.default, edit.view(source, [n]), WEIGHT_BITS, block), WEIGHT_BITS
+            gathered = _collective(edit, node, GATHER, message, ranks, group, bits=bits)
             messages = edit.view(gathered, [ranks, message.meta["val"].numel()])
-            whole = edit(own.dequantize_blocks.default, messages, value.numel(), WEIGHT_BITS, block, value.dtype)
-            _replace(step, node, edit.view(whole, list(node.meta["val"].shape)))
+            whole = edit(own.dequantize_blocks.default, messages, n, bits, block, dtype)
+            _replace(step, node, edit.view(whole, shape))
             report.bytes_after += gathered.meta["val"].numel()
             log.rewrote()
-        return step
+        report.kept = kept.count, frozen.bits, kept.bytes_before, kept.bytes_after
+        return kept.drop_parts()
 
-    return Pass(name="quantized-gathers", exact=False, run=run, verify=verify_collectives, key=("quantized-gathers", block))
+    key = "quantized-gathers", block, frozen
+    return Pass(name="quantized-gathers", exact=False, run=run, verify=verify_collectives, key=key)
 
 
 def quantized_scatter_pass(block: int, node_ranks: int) -> Pass:
@@ -156,16 +170,16 @@ def _exchange_sum(
     messages = edit(own.quantize_blocks.default, parts, GRADIENT_BITS, block)
     shape = list(messages.meta["val"].shape)
     sizes = [1] * ranks
-    received = _collective(edit, node, EXCHANGE, edit.view(messages, [ranks, math.prod(shape[1:])]), sizes, sizes, group)
+    received = _collective(edit, node, EXCHANGE, edit.view(messages, [ranks, math.prod(shape[1:])]), sizes, sizes, group, bits=GRADIENT_BITS)
     return edit(own.dequantize_sum.default, edit.view(received, shape), n, GRADIENT_BITS, block, dtype), math.prod(shape)
 
 
-def _collective(edit: Editor, node: torch.fx.Node, target: Any, message: torch.fx.Node, *args: Any) -> torch.fx.Node:
-    """A collective that carries `message` in the place of what `node` carries."""
+def _collective(edit: Editor, node: torch.fx.Node, target: Any, message: torch.fx.Node, *args: Any, bits: int) -> torch.fx.Node:
+    """A collective that carries `message`, codes of `bits`, in the place of what `node` carries."""
     sent = edit(target, message, *args)
     value = sent.meta["val"]
     move, kind = node.meta["move"], "all_gather" if target is GATHER else "all_to_all"
-    sent.meta["move"] = dataclasses.replace(move, axis=args[-1], collective=kind, size_bytes=size_bytes(tuple(value.shape), value.dtype))
+    sent.meta["move"] = dataclasses.replace(move, axis=args[-1], collective=kind, bits=bits, size_bytes=size_bytes(tuple(value.shape), value.dtype))
     return edit(collective.wait_tensor.default, sent)
 
 

@@ -16,7 +16,7 @@ import graphacc
 from graphacc.errors import DistributedError, StrategyError
 
 JOB = str(HERE / "job.py")
-STRATEGIES = ("fsdp=4,tp=2",)
+STRATEGIES = ("fsdp=4,tp=2", "fsdp=8,hpz=4,quantized_weights=True,quantized_gradients=True,quant_min_size=512")
 FURTHER_STRATEGIES = ("fsdp=8", "dp=2,fsdp=4")
 """In processes of their own, which only the matrix starts."""
 PARTS = ("fsdp=8", "tp=2")

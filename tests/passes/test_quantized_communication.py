@@ -183,3 +183,77 @@ def test_lazily_captured_models_refuse():
     with pytest.raises(StrategyError, match="quantized_weights rewrite collectives"):
         loss.backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Adapter(torch.nn.Module):
+    """Two frozen layers and a low-rank update of the first (LoRA)."""
+
+    def __init__(self, width: int = 64, rank: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.a, self.b = torch.nn.Parameter(torch.randn(width, rank) / 8), torch.nn.Parameter(torch.zeros(rank, 4 * width))
+        for parameter in (*self.up.parameters(), *self.down.parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x) + x @ self.a @ self.b))
+
+
+def adapted(strategy: str, keep: bool = True):
+    model = training.compiled(Adapter(), strategy)
+    if not keep:
+        model._graphacc_engine.programs.frozen = frozenset
+    optimizer = torch.optim.AdamW([model.a, model.b], lr=1e-2)
+    return model, optimizer, [adapter_step(model, optimizer, seed) for seed in range(3)]
+
+
+def adapter_step(model, optimizer, seed: int) -> float:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def kept(model) -> dict:
+    return {item.target: item.shape for compiled in model.programs for item in compiled.graph.inputs if item.codes is not None}
+
+
+def test_frozen_weights_are_kept_as_codes(tmp_path):
+    """The same bits as if they were quantised in every step; the loop's tensors, and checkpoints, stay exact."""
+    strategy = f"fsdp=8,hpz=2,{QW}"
+    model, optimizer, losses = adapted(strategy)
+    assert kept(model) == {"up.weight": (8, message_bytes(2048, 8, 256)), "down.weight": (8, message_bytes(2048, 8, 256))}
+    again, _, expected = adapted(strategy, keep=False)
+    assert losses == expected and not kept(again)
+    assert torch.equal(model.up.weight, Adapter().up.weight)
+    graphacc.save_checkpoint(tmp_path / "saved", model, optimizer)
+    exact, other, _ = adapted("fsdp=4,tp=2")
+    with torch.no_grad():
+        exact.up.weight.zero_()
+    graphacc.load_checkpoint(tmp_path / "saved", exact, other)
+    assert torch.equal(exact.up.weight, Adapter().up.weight) and torch.equal(exact.a, model.a)
+    assert adapter_step(exact, other, 7) == pytest.approx(adapter_step(model, optimizer, 7), rel=0.01)
+
+
+def test_frozen_weights_of_four_bits():
+    model, _, losses = adapted(f"fsdp=8,{QW},frozen_bits=4")
+    assert kept(model)["up.weight"] == (8, message_bytes(2048, 4, 256))
+    assert "2 weights that are not trained are kept as int4: 2080 bytes on a rank in the place of 16384" in model.explain(passes=True)
+    plain = Adapter()
+    optimizer = torch.optim.AdamW([plain.a, plain.b], lr=1e-2)
+    expected = [adapter_step(plain, optimizer, seed) for seed in range(3)]
+    assert losses == pytest.approx(expected, rel=0.02) and losses != expected
+
+
+def test_a_frozen_weight_that_is_trained_starts_from_its_exact_value():
+    model, _, _ = adapted(f"fsdp=8,{QW}")
+    model.up.weight.requires_grad_(True)
+    optimizer = torch.optim.SGD([model.up.weight], lr=0.0)
+    adapter_step(model, optimizer, 5)
+    assert torch.equal(model.up.weight, Adapter().up.weight)
+    with torch.no_grad():
+        model.down.weight.mul_(0)  # a write reaches the codes
+        assert torch.equal(model(torch.ones(16, 64)), model.down.bias.expand(16, -1))
