@@ -24,7 +24,8 @@ from graphacc.errors import GraphError
 from graphacc.graph import Codes
 from graphacc.runtime.distributed import note, process_count, process_index
 from graphacc.runtime.layout import Item, bounds, orders, pieces, sharding, stored_shape
-from graphacc.runtime.reference import block, coordinates
+from graphacc.runtime.reference import block as part_of
+from graphacc.runtime.reference import coordinates
 from graphacc.runtime.transfer import processes_of, settle
 
 _VIEWS = {
@@ -62,7 +63,7 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
 def to_codes(tensor: torch.Tensor, codes: Codes) -> torch.Tensor:
     """The messages of the parts of a global tensor, uint8 [size of each shard, ..., bytes]."""
     sizes = {shard.axis: shard.size for shard in codes.shards}
-    parts = torch.stack([block(tensor.detach(), codes.shards, at).flatten() for at in coordinates(sizes)])
+    parts = torch.stack([part_of(tensor.detach(), codes.shards, at).flatten() for at in coordinates(sizes)])
     messages = torch.ops.graphacc.quantize_blocks(parts, codes.bits, codes.block)
     return messages.unflatten(0, tuple(sizes.values())) if sizes else messages[0]
 

@@ -24,8 +24,8 @@ import torch
 import torch.fx
 
 from graphacc.graph import StepGraph
-from graphacc.passes.edit import Editor
 from graphacc.passes.communication.secondary import is_secondary
+from graphacc.passes.edit import Editor
 from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role

@@ -91,7 +91,7 @@ def test_weights_as_int8():
 @pytest.mark.parametrize(("extra", "groups"), [("", ("fsdp",)), (",node_size=2", ("fsdp/2", "fsdp%2")), (",node_size=4", ("fsdp",)), (",node_size=1", ("fsdp",))])
 def test_gradients_as_int4(extra, groups):
     """One exchange, or one in the node and one across; each sum errs by at most the errors of what was added."""
-    case, inputs, _ = shared_case("gpt2")
+    case, _, _ = shared_case("gpt2")
     grads = [i for i, item in enumerate(case.joint.outputs) if item.kind is Kind.GRAD]
     given = case.inputs(case.joint)
     exact, _ = partitioned(case.joint.copy(), "fsdp=4,zero=2,bucket_mb=0")
