@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from graphacc.errors import StrategyError
 from graphacc.strategy.schedules import SCHEDULES
@@ -159,7 +160,7 @@ class Strategy:
             StrategyError: an unknown field (the known ones are listed) or a value that is no number.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.partition("\n")[0].split(","))):
             name, equals, value = part.partition("=")
             if not equals or name not in known:

@@ -99,7 +99,8 @@ def quantized_gather_pass(block: int, frozen: Frozen = Frozen()) -> Pass:
         chosen = _chosen(step, GATHER, Role.WEIGHT, report)
         kept = KeptCodes(step, frozen, set(chosen), block)
         for node in chosen:
-            source, ranks, group = node.args
+            arguments: Any = node.args
+            source, ranks, group = arguments
             n, edit = source.meta["val"].numel(), Editor(step.graph, node)
             shape, dtype = list(node.meta["val"].shape), node.meta["val"].dtype
             message, bits = kept.message(edit, source), frozen.bits
@@ -128,7 +129,8 @@ def quantized_scatter_pass(block: int, node_ranks: int) -> Pass:
     def run(step: StepGraph, log: Log) -> StepGraph:
         log.details = report = QuantizeReport(f"scatters of gradients as int{GRADIENT_BITS}")
         for node in _chosen(step, SCATTER, Role.GRADIENT, report):
-            source, _, ranks, group = node.args
+            arguments: Any = node.args
+            source, _, ranks, group = arguments
             edit = Editor(step.graph, node)
             parts = edit.view(source, [ranks, source.meta["val"].numel() // ranks])
             exchanges: list[tuple[int, str]] = [(ranks, group)]

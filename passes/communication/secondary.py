@@ -55,7 +55,7 @@ def secondary_partition_pass(group: int) -> Pass:
         for node in list(step.graph.nodes):
             if node.target is not GATHER or node.args[-1] != "fsdp" or node.meta["move"].role is not Role.WEIGHT:
                 continue
-            made, anchor = _made(node.args[0])
+            made, anchor = _made(node.all_input_nodes[0])
             if made is not None and node.meta["phase"] is Phase.FORWARD:
                 forward.setdefault(made, node)
             elif made is not None and node.meta["phase"] is Phase.BACKWARD:
@@ -84,7 +84,7 @@ def _made(value: torch.fx.Node) -> tuple[Any, torch.fx.Node | None]:
     calls, anchor = [], None
     while value.op == "call_function":
         if value.target is own.after.default:
-            value, anchor = value.args[0], value.args[1]
+            value, anchor = value.all_input_nodes  # two: a value does not wait for itself
             continue
         if len(value.all_input_nodes) != 1:
             return None, None
@@ -125,7 +125,7 @@ def _verify(step: StepGraph) -> None:
     forward = set()
     for node in step.graph.nodes:
         if node.target is GATHER and node.args[-1] == "fsdp" and node.meta["move"].role is Role.WEIGHT:
-            made, _ = _made(node.args[0])
+            made, _ = _made(node.all_input_nodes[0])
             if node.meta["phase"] is Phase.FORWARD:
                 forward.add(made)
             elif node.meta["phase"] is Phase.BACKWARD and made is not None and made in forward:
