@@ -50,7 +50,8 @@ def check_axes(strategy: Strategy) -> None:
             f"{strategy}: the axes {', '.join(later)} need a graph of operators, which capture by lazy tensors does not give; use dp, fsdp and "
             'tp, or capture="fx"'
         )
-    asked = [name for name in ("quantized_weights", "quantized_gradients", "hpz") if getattr(strategy, name) not in (False, 1)]
+    rewriting = dict(quantized_weights=strategy.quantized_weights, quantized_gradients=strategy.quantized_gradients, hpz=strategy.hpz > 1)
+    asked = [name for name, wanted in rewriting.items() if wanted]
     if asked:
         raise StrategyError(
             f"{strategy}: {', '.join(asked)} rewrite collectives of a graph, which capture by lazy tensors does not give (XLA makes its own): leave them "
