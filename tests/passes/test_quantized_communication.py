@@ -178,11 +178,8 @@ def test_what_makes_no_sense_is_refused(strategy, message):
 
 def test_lazily_captured_models_refuse():
     pytest.importorskip("torch_xla")
-    model = graphacc.compile(torch.nn.Linear(8, 8), strategy="fsdp=2,quantized_weights=True", devices=2, capture="lazy", cache_dir=None)
-    loss = model(torch.randn(4, 8)).square().mean()
     with pytest.raises(StrategyError, match="quantized_weights rewrite collectives"):
-        loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        graphacc.compile(torch.nn.Linear(8, 8), strategy="fsdp=2,quantized_weights=True", devices=2, capture="lazy", cache_dir=None)
 
 
 class Adapter(torch.nn.Module):
