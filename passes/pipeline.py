@@ -11,7 +11,7 @@ from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
-from graphacc.passes.communication import bucket_pass
+from graphacc.passes.communication import bucket_pass, prefetch_pass
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
@@ -68,8 +68,10 @@ def build_pipeline(
         passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"]))
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, along["dp"]))
-    if strategy.bucket_mb and any(item.decide is not None for item in passes):
-        passes.append(bucket_pass(round(strategy.bucket_mb * 1e6)))
+    if strategy.bucket_mb != 0 and any(item.decide is not None for item in passes):
+        passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6)))
+        if strategy.zero_stage == 3:
+            passes.append(prefetch_pass(strategy.prefetch))
     return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
 
 

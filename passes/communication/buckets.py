@@ -12,7 +12,10 @@ No element is added to another one than before, so that on CPU, where ranks are 
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is gathered where
 its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one of them. A
 bucket is closed when the next member would make it larger than `bucket_bytes`, which therefore bounds what is gathered, or kept whole, for it;
-a tensor of more than half of that stays alone, as joining would copy it for nothing. All-reduces of larger tensors stay as they are: XLA's
+a tensor of more than half of that stays alone, as joining would copy it for nothing, and so does one that is read again much later, as a tied
+embedding. Gathers of small tensors have buckets of their own: XLA:CPU
+computes what it adds a bias to, or scales by a norm, again in the backward, and what it reads there stays until then (with them in the
+buckets of the large ones 19 buckets of GPT-2 12 x 768 at once, not 2). All-reduces of larger tensors stay as they are: XLA's
 own combiner joins them on GPUs, and on CPU a joined one would keep whole gradients alive that a single one writes in place.
 """
 
@@ -29,7 +32,7 @@ from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
-from graphacc.passes.stages.values import SEGMENT
+from graphacc.passes.stages.values import SEGMENT, VIEWS
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER, REDUCE = (
@@ -38,8 +41,10 @@ GATHER, SCATTER, REDUCE = (
     collective.all_reduce.default,
 )
 _ROLES = {GATHER: (Role.WEIGHT, Role.STATE), SCATTER: (Role.GRADIENT,), REDUCE: (Role.GRADIENT,)}
-SMALL_REDUCE_BYTES = 64 * 1024
-"""An all-reduce of at most this is joined with others."""
+MAX_BYTES, SHARE = 32_000_000, 16
+"""Buckets whose size is not asked for: of at most so many bytes, and of at most this share of the weights, so that a small model is not gathered at once."""
+SMALL_BYTES = 64 * 1024
+"""A tensor of at most this is small: a bias, the weight of a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +80,18 @@ class BucketReport:
         return self.num_before - sum(tensors - count for count, tensors, _ in self.joined.values())
 
     def __str__(self) -> str:
-        lines = [f"{self.num_before} collectives became {self.num_after}; all-reduces of more than {SMALL_REDUCE_BYTES} bytes are left to XLA's combiner"]
+        lines = [f"{self.num_before} collectives became {self.num_after}; all-reduces of more than {SMALL_BYTES} bytes are left to XLA's combiner"]
         return "\n".join(
             lines + [f"  {axis} in {phase}: {tensors} {what} in {count}, {size} bytes" for (axis, phase, what), (count, tensors, size) in self.joined.items()]
         )
 
 
-def bucket_pass(bucket_bytes: int) -> Pass:
-    """Joins collectives into buckets of at most `bucket_bytes`; exact where ranks are summed in one order, as on CPU."""
+def bucket_pass(bucket_bytes: int | None) -> Pass:
+    """Joins collectives into buckets of at most `bucket_bytes` (None: `MAX_BYTES`, or less); exact where ranks are summed in one order, as on CPU."""
 
     def run(step: StepGraph, log: Log) -> StepGraph:
-        before = _count(step)
-        early, late = _early(step, bucket_bytes), _late(step, bucket_bytes)
+        before, limit = _count(step), _limit(step) if bucket_bytes is None else bucket_bytes
+        early, late = _early(step, limit), _late(step, limit)
         log.rewrote(len(early) + len(late))
         report = BucketReport.of([*early, *late], before)
         for bucket in early:
@@ -101,6 +106,16 @@ def bucket_pass(bucket_bytes: int) -> Pass:
 
 def _count(step: StepGraph) -> int:
     return sum("move" in node.meta for node in step.graph.nodes)
+
+
+def _limit(step: StepGraph) -> int:
+    """Bytes of a bucket by default."""
+    totals: dict[Hashable, int] = {}
+    for node in step.graph.nodes:
+        if node.target in (GATHER, SCATTER) and node.meta["move"].role in _ROLES[node.target]:
+            key = node.target, node.args[-1], node.meta["phase"]
+            totals[key] = totals.get(key, 0) + _bytes(node)
+    return min(MAX_BYTES, max(totals.values(), default=MAX_BYTES) // SHARE)
 
 
 def _operand(node: torch.fx.Node) -> torch.fx.Node:
@@ -119,28 +134,75 @@ def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     target: Any = node.target
     if target not in _ROLES or node.meta["move"].role not in _ROLES[target]:
         return None
-    limit = SMALL_REDUCE_BYTES if target is REDUCE else bucket_bytes // 2
+    limit = SMALL_BYTES if target is REDUCE else bucket_bytes // 2
     if _bytes(node) > limit or len(node.users) != 1:
         return None
-    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], node.meta.get(SEGMENT)
+    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], node.meta.get(SEGMENT), target is GATHER and is_small(node)
+
+
+def is_small(node: torch.fx.Node) -> bool:
+    """Whether a collective moves one small tensor, or nothing but small ones."""
+    return node.meta["move"].size_bytes <= SMALL_BYTES * node.meta["move"].tensors
+
+
+def _is_large_weight(node: torch.fx.Node) -> bool:
+    return node.target is GATHER and node.meta["move"].role in _ROLES[GATHER] and not is_small(node)
+
+
+def readers(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """The calls that compute with what is gathered, seen through views."""
+    found, left, seen = [], [gather], set()
+    while left:
+        for user in left.pop().users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            (left if user.target in VIEWS or user.target is collective.wait_tensor.default else found).append(user)
+    return found
 
 
 def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
-    """Gathers of what is there from the start, in the order of first use."""
-    available = _available(step)
+    """Gathers of what is there from the start, in the order of first use.
+
+    A bucket of large tensors is closed by any other gather of one, so that nothing that is not in it is read between its members, and
+    buckets can be given back in the order in which they came.
+    """
+    available, kept = _available(step), _kept(step, bucket_bytes)
     left: dict[Hashable, list[torch.fx.Node]] = {}
+    last: dict[Hashable, Hashable] = {}  # phase and segment -> the kind of the last large tensor
     closed = []
     for node in step.graph.nodes:
-        kind = _kind(node, bucket_bytes) if node.target is GATHER and _operand(node) in available else None
-        if kind is None:
+        if node.target is not GATHER or node.meta["move"].role not in _ROLES[GATHER] or _operand(node) not in available:
             continue
-        kind = kind, _anchor(node) is None
+        kind = None if node in kept else _kind(node, bucket_bytes), _anchor(node) is None
+        place = node.meta["phase"], node.meta.get(SEGMENT)
+        if not is_small(node) and last.setdefault(place, kind) != kind:
+            closed.append(left.pop(last[place], []))
+            last[place] = kind
+        if kind[0] is None:
+            continue
         members = left.setdefault(kind, [])
         if sum(map(_bytes, members)) + _bytes(node) > bucket_bytes:
             closed.append(left.pop(kind))
             members = left.setdefault(kind, [])
         members.append(node)
     return [Bucket(tuple(members)) for members in [*closed, *left.values()] if len(members) > 1]
+
+
+def _kept(step: StepGraph, bucket_bytes: int) -> set[torch.fx.Node]:
+    """Gathers that are read again after more than a bucket of others, as a tied embedding is: in a bucket they would keep the rest of it."""
+    found: set[torch.fx.Node] = set()
+    gathered, since = 0, dict[torch.fx.Node, int]()  # bytes of large tensors so far, and up to each node
+    for node in step.graph.nodes:
+        if _is_large_weight(node):
+            gathered += _bytes(node)
+        since[node] = gathered
+    for node in step.graph.nodes:
+        if _is_large_weight(node):
+            last = max((since[reader] for reader in readers(node)), default=0)
+            if last - since[node] > bucket_bytes:
+                found.add(node)
+    return found
 
 
 def _available(step: StepGraph) -> set[torch.fx.Node]:
