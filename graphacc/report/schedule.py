@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$")
 _VALUE = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -37,6 +37,7 @@ class Instruction:
     after: tuple[str, ...]  # what it waits for besides its operands
     calls: str  # the computation of a fusion
     text: str  # everything behind the opcode
+    is_root: bool = False  # the result of the computation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,8 @@ class Computation:
         left: list[tuple[Instruction, int | None]] = [(item, None if len(sizes) > 1 else 0)]  # a value, and which of the buffers it is
         while left:
             value, index = left.pop()
+            if value.is_root:
+                last = [len(self.instructions) - 1 if index in (None, i) else place for i, place in enumerate(last)]
             for user in self.users[value.name]:
                 if user.opcode == "get-tuple-element" and index is None:
                     left.append((user, int(_INDEX.search(user.text)[1])))
@@ -163,6 +166,7 @@ def _instruction(match: re.Match[str]) -> Instruction:
         after=tuple(_VALUE.findall(control[1])) if control else (),
         calls=called[1] if called else "",
         text=match["rest"],
+        is_root=match["root"] is not None,
     )
 
 

@@ -112,7 +112,7 @@ def _limit(step: StepGraph) -> int:
     """Bytes of a bucket by default."""
     totals: dict[Hashable, int] = {}
     for node in step.graph.nodes:
-        if node.target in (GATHER, SCATTER) and node.meta["move"].role in _ROLES[node.target]:
+        if node.target in _ROLES and node.meta["move"].role in _ROLES[node.target]:
             key = node.target, node.args[-1], node.meta["phase"]
             totals[key] = totals.get(key, 0) + _bytes(node)
     return min(MAX_BYTES, max(totals.values(), default=MAX_BYTES) // SHARE)
