@@ -15,6 +15,7 @@ from graphacc.passes.communication import (
     Frozen,
     Quantization,
     bucket_pass,
+    prefetch_pass,
     quantized_gather_pass,
     quantized_scatter_pass,
     secondary_partition_pass,
@@ -85,8 +86,10 @@ def build_pipeline(
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
     if strategy.hpz > 1:
         passes.append(secondary_partition_pass(strategy.hpz))
-    if strategy.bucket_mb and any(item.decide is not None for item in passes):
-        passes.append(bucket_pass(round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
+    if strategy.bucket_mb != 0 and any(item.decide is not None for item in passes):
+        passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
+        if strategy.zero_stage == 3:
+            passes.append(prefetch_pass(strategy.prefetch))
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
     return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]

@@ -1,6 +1,7 @@
 """What a compiled program communicates: every collective that XLA kept, with its bytes and its mesh axes.
 
-It is read out of the optimised HLO, so that it says what runs, not what was meant.
+It is read out of the optimised HLO and its schedule (`schedule.py`), so that it says what runs, not what was meant. Between the start and the end of
+a collective on a GPU other operations run, which hide it; on CPU nothing does.
 """
 
 import collections
@@ -15,13 +16,10 @@ from torch import nn
 
 from graphacc.errors import GraphAccError
 from graphacc.loop.module import is_compiled
+from graphacc.report.schedule import array_bytes, kind_of, read_module
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_OPERATION = re.compile(rf"= (?P<shape>\([^=]*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
-_COMMENT = re.compile(r"/\*.*?\*/")
-_ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\})")
+_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -29,11 +27,14 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 class Collective:
     """One collective of the compiled program."""
 
-    kind: str  # one of KINDS
+    name: str  # of the instruction
+    kind: str  # one of `schedule.KINDS`
     axes: tuple[str, ...]  # the mesh axes that its groups span
     group: tuple[int, ...]  # places of the first group's devices in the mesh
     tensor_bytes: tuple[int, ...]  # of each whole tensor on one device: reduced, gathered, before it is scattered, or exchanged
     module: str  # the module's path, "" if unknown
+    spans: int = 0  # operations that compute while it is on its way; 0: it is exposed, as all are on CPU
+    spanned_bytes: int = 0  # that these write: what there is to hide behind
 
     @property
     def group_size(self) -> int:
@@ -43,6 +44,11 @@ class Collective:
     def size_bytes(self) -> int:
         """Bytes of all tensors; XLA combines collectives of several."""
         return sum(self.tensor_bytes)
+
+    @property
+    def exposed_bytes(self) -> int:
+        """Bytes for which the device waits with nothing to do."""
+        return 0 if self.spans else self.size_bytes
 
     @property
     def traffic_bytes(self) -> int:
@@ -78,16 +84,20 @@ class Communication:
     def traffic_bytes(self) -> int:
         return sum(item.traffic_bytes for item in self.collectives)
 
+    @property
+    def exposed_bytes(self) -> int:
+        return sum(item.exposed_bytes for item in self.collectives)
+
     def __str__(self) -> str:
         """A table by axis and kind."""
         groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
         for item in self.collectives:
             groups["+".join(item.axes), item.kind].append(item)
-        rows = [("axes", "collective", "count", "MB", "MB sent per device")]
+        rows = [("axes", "collective", "count", "MB", "MB sent per device", "MB exposed")]
         for (axes, kind), items in sorted(groups.items()):
             part = Communication(collectives=tuple(items))
-            rows.append((axes, kind, str(part.count), f"{part.size_bytes / 1e6:.3f}", f"{part.traffic_bytes / 1e6:.3f}"))
-        rows.append(("all", "", str(self.count), f"{self.size_bytes / 1e6:.3f}", f"{self.traffic_bytes / 1e6:.3f}"))
+            rows.append((axes, kind, str(part.count), f"{part.size_bytes / 1e6:.3f}", f"{part.traffic_bytes / 1e6:.3f}", f"{part.exposed_bytes / 1e6:.3f}"))
+        rows.append(("all", "", str(self.count), *(f"{size / 1e6:.3f}" for size in (self.size_bytes, self.traffic_bytes, self.exposed_bytes))))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
@@ -115,38 +125,26 @@ def communication(step: nn.Module | Callable) -> Communication:
 
 def read_collectives(hlo: str, mesh: jax.sharding.Mesh) -> Iterable[Collective]:
     """The collectives in the text of an optimised HLO module whose partitions are the devices of `mesh`, in order."""
-    for line in _COMMENT.sub("", hlo).splitlines():
-        match = _OPERATION.search(line)
-        if match is None:
-            continue
-        group = _group(line, mesh.size)
-        if len(group) == 1:
-            continue
-        sizes = _tensor_bytes(match["shape"], gathers=bool(match["start"]) and match["kind"] != "all-reduce")
-        if match["kind"] == "all-to-all" and len(sizes) == len(group):  # one tensor, in a tuple of its blocks
-            sizes = [sum(sizes)]
-        name = _NAME.search(line)
-        yield Collective(
-            kind=match["kind"],
-            axes=_axes(group, mesh),
-            group=tuple(group),
-            tensor_bytes=tuple(size * (len(group) if match["kind"] == "reduce-scatter" else 1) for size in sizes),
-            module=_module(name[1]) if name else "",
-        )
-
-
-def _tensor_bytes(shape: str, *, gathers: bool) -> list[int]:
-    """Bytes of every array of an HLO shape; a started gather's shape lists its operands first, which do not count."""
-    arrays = _ARRAY.findall(shape)
-    sizes = [math.ceil(_item_bytes(dtype) * math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in arrays]
-    return sizes[len(sizes) // 2 :] if gathers else sizes
-
-
-def _item_bytes(dtype: str) -> float:
-    if dtype == "pred":
-        return 1
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) / 8
+    for computation in read_module(hlo).values():
+        for item in computation:
+            kind = kind_of(item)
+            group = _group(item.text, mesh.size) if kind is not None else [0]
+            if kind is None or len(group) == 1:
+                continue
+            sizes = array_bytes(computation.done(item).shape)
+            if kind == "all-to-all" and len(sizes) == len(group):  # one tensor, in a tuple of its blocks
+                sizes = [sum(sizes)]
+            name, spanned = _NAME.search(item.text), computation.between(item)
+            yield Collective(
+                name=item.name,
+                kind=kind,
+                axes=_axes(group, mesh),
+                group=tuple(group),
+                tensor_bytes=tuple(size * (len(group) if kind == "reduce-scatter" else 1) for size in sizes),
+                module=_module(name[1]) if name else "",
+                spans=len(spanned),
+                spanned_bytes=sum(size for other in spanned for size in array_bytes(other.shape)),
+            )
 
 
 def _group(line: str, num_devices: int) -> list[int]:

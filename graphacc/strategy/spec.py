@@ -34,7 +34,8 @@ class Strategy:
     schedule: str = "1f1b"  # of the pipeline: "gpipe", "1f1b", "interleaved" or "zb-h1"
     chunks: int = 1  # consecutive parts of the model per pipeline stage; more than one for "interleaved"
     stages: tuple[tuple[str, int], ...] = ()  # pins: pattern of module paths -> chunk of the model, from 0 to pp * chunks - 1; or a dict
-    bucket_mb: float = 0.0  # gathers of weights and scatters of gradients are joined into messages of at most so many MB; 0: one for each tensor
+    bucket_mb: float | None = None  # gathers of weights and scatters of gradients are joined into messages of at most so many MB; 0: one for each tensor; None: 32, or a 16th of the weights if that is less
+    prefetch: int = 1  # buckets of ZeRO-3's weights that are gathered ahead of the one in use; no more than this and that one are there at a time
     quantized_weights: bool = False  # ZeRO++ qwZ: fsdp gathers large weights as int8; changes numerics
     quantized_gradients: bool = False  # ZeRO++ qgZ: fsdp scatters large gradients as int4, within nodes and then across; changes numerics
     hpz: int = 1  # ZeRO++ hpZ: backward gathers within groups of so many fsdp ranks what forward gathered and kept a part of; 1: over all
@@ -49,6 +50,7 @@ class Strategy:
             _check_count(axis, getattr(self, axis))
         _check_count("microbatches", self.microbatches)
         _check_count("chunks", self.chunks)
+        _check_count("prefetch", self.prefetch, at_least=0)
         object.__setattr__(self, "stages", _pins(self.stages))
         if self.context not in CONTEXTS:
             raise StrategyError(f"context={self.context!r} is unknown: choose one of {', '.join(CONTEXTS)}")
@@ -62,8 +64,8 @@ class Strategy:
             raise StrategyError(f"schedule={self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
         if self.pp == 1 and (self.chunks, self.stages, self.schedule) != (1, (), "1f1b"):
             raise StrategyError("schedule, chunks and stages are for a pipeline, which pp=1 does not make: set pp to the number of stages")
-        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float) or not 0 <= self.bucket_mb < math.inf:
-            raise StrategyError(f"bucket_mb={self.bucket_mb!r} must be a number of MB, or 0 for a message for each tensor")
+        if self.bucket_mb is not None and (isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float) or not 0 <= self.bucket_mb < math.inf):
+            raise StrategyError(f"bucket_mb={self.bucket_mb!r} must be a number of MB, 0 for a message for each tensor, or None for buckets that fit the model")
         if self.capacity_factor is not None:
             _check_capacity(self.capacity_factor, self.ep)
         if self.zero not in (None, 1, 2, 3):
@@ -183,9 +185,9 @@ class Strategy:
         return ",".join(changed)
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise StrategyError(f"{name}={value!r} must be a whole number of at least 1")
+def _check_count(name: str, value: object, at_least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise StrategyError(f"{name}={value!r} must be a whole number of at least {at_least}")
 
 
 def _check_capacity(value: object, ep: int) -> None:

@@ -12,11 +12,15 @@ No element is added to another one than before, so that on CPU, where ranks are 
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is gathered where
 its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one of them. A
 bucket is closed when the next member would make it larger than `bucket_bytes`, which therefore bounds what is gathered, or kept whole, for it;
-a tensor of more than half of that stays alone, as joining would copy it for nothing. All-reduces of larger tensors stay as they are: XLA's
+a tensor of more than half of that stays alone, as joining would copy it for nothing, and so does one that is read again much later, as a tied
+embedding. Gathers of small tensors have buckets of their own: XLA:CPU
+computes what it adds a bias to, or scales by a norm, again in the backward, and what it reads there stays until then (with them in the
+buckets of the large ones 19 buckets of GPT-2 12 x 768 at once, not 2). All-reduces of larger tensors stay as they are: XLA's
 own combiner joins them on GPUs, and on CPU a joined one would keep whole gradients alive that a single one writes in place.
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,13 +28,13 @@ import torch
 import torch.fx
 
 from graphacc.graph import StepGraph
-from graphacc.passes.communication.secondary import is_secondary
+from graphacc.passes.communication.secondary import is_across_nodes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
-from graphacc.passes.stages.values import SEGMENT
+from graphacc.passes.stages.values import SEGMENT, VIEWS
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER, REDUCE = (
@@ -38,9 +42,12 @@ GATHER, SCATTER, REDUCE = (
     collective.reduce_scatter_tensor.default,
     collective.all_reduce.default,
 )
+_SEEN_THROUGH = (collective.wait_tensor.default, torch.ops.graphacc.dequantize_blocks.default)
 _ROLES = {GATHER: (Role.WEIGHT, Role.STATE), SCATTER: (Role.GRADIENT,), REDUCE: (Role.GRADIENT,)}
-SMALL_REDUCE_BYTES = 64 * 1024
-"""An all-reduce of at most this is joined with others."""
+MAX_BYTES, SHARE = 32_000_000, 16
+"""Buckets whose size is not asked for: of at most so many bytes, and of at most this share of the weights, so that a small model is not gathered at once."""
+SMALL_BYTES = 64 * 1024
+"""A tensor of at most this is small: a bias, the weight of a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +83,22 @@ class BucketReport:
         return self.num_before - sum(tensors - count for count, tensors, _ in self.joined.values())
 
     def __str__(self) -> str:
-        lines = [f"{self.num_before} collectives became {self.num_after}; all-reduces of more than {SMALL_REDUCE_BYTES} bytes are left to XLA's combiner"]
+        lines = [f"{self.num_before} collectives became {self.num_after}; all-reduces of more than {SMALL_BYTES} bytes are left to XLA's combiner"]
         return "\n".join(
             lines + [f"  {axis} in {phase}: {tensors} {what} in {count}, {size} bytes" for (axis, phase, what), (count, tensors, size) in self.joined.items()]
         )
 
 
-def bucket_pass(bucket_bytes: int, multiple: int = 1) -> Pass:
-    """Joins collectives into buckets of at most `bucket_bytes`; exact where ranks are summed in one order, as on CPU.
+def bucket_pass(bucket_bytes: int | None, multiple: int = 1) -> Pass:
+    """Joins collectives into buckets of at most `bucket_bytes` (None: `MAX_BYTES`, or less); exact where ranks are summed in one order, as on CPU.
 
     Args:
         multiple: what a rank's part of a gradient that will be quantised is padded to, so that no two tensors share a block.
     """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
-        before = _count(step)
-        early, late = _early(step, bucket_bytes), _late(step, bucket_bytes)
+        before, limit = _count(step), _limit(step) if bucket_bytes is None else bucket_bytes
+        early, late = _early(step, limit), _late(step, limit)
         log.rewrote(len(early) + len(late))
         report = BucketReport.of([*early, *late], before)
         for bucket in early:
@@ -106,6 +113,16 @@ def bucket_pass(bucket_bytes: int, multiple: int = 1) -> Pass:
 
 def _count(step: StepGraph) -> int:
     return sum("move" in node.meta for node in step.graph.nodes)
+
+
+def _limit(step: StepGraph) -> int:
+    """Bytes of a bucket by default."""
+    totals: dict[Hashable, int] = {}
+    for node in step.graph.nodes:
+        if node.target in _ROLES and node.meta["move"].role in _ROLES[node.target]:
+            key = node.target, node.args[-1], node.meta["phase"]
+            totals[key] = totals.get(key, 0) + _bytes(node)
+    return min(MAX_BYTES, max(totals.values(), default=MAX_BYTES) // SHARE)
 
 
 def _operand(node: torch.fx.Node) -> torch.fx.Node:
@@ -124,22 +141,54 @@ def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     target: Any = node.target
     if target not in _ROLES or node.meta["move"].role not in _ROLES[target]:
         return None
-    limit = SMALL_REDUCE_BYTES if target is REDUCE else bucket_bytes // 2
+    limit = SMALL_BYTES if target is REDUCE else bucket_bytes // 2
     if _bytes(node) > limit or len(node.users) != 1:
         return None
-    return node.target, node.args[1:], node.meta["val"].dtype, node.meta["move"].bits, node.meta["phase"], node.meta.get(SEGMENT)
+    what = node.meta["val"].dtype, node.meta["move"].bits, target is GATHER and is_small(node)
+    return node.target, node.args[1:], what, node.meta["phase"], node.meta.get(SEGMENT)
+
+
+def is_small(node: torch.fx.Node) -> bool:
+    """Whether a collective moves one small tensor, or nothing but small ones."""
+    return node.meta["move"].size_bytes <= SMALL_BYTES * node.meta["move"].tensors
+
+
+def _is_large_weight(node: torch.fx.Node) -> bool:
+    return node.target is GATHER and node.meta["move"].role in _ROLES[GATHER] and not is_small(node) and not is_across_nodes(node)
+
+
+def readers(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """The calls that compute with what is gathered, seen through views and codes."""
+    found, left, seen = [], [gather], set()
+    while left:
+        for user in left.pop().users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            (left if user.target in VIEWS or user.target in _SEEN_THROUGH else found).append(user)
+    return found
 
 
 def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
-    """Gathers of what is there from the start, in the order of first use."""
-    available = _available(step)
+    """Gathers of what is there from the start, in the order of first use.
+
+    A bucket of large tensors is closed by any other gather of one, so that nothing that is not in it is read between its members, and
+    buckets can be given back in the order in which they came.
+    """
+    available, kept = _available(step), _kept(step, bucket_bytes)
     left: dict[Hashable, list[torch.fx.Node]] = {}
+    last: dict[Hashable, Hashable] = {}  # phase and segment -> the kind of the last large tensor
     closed = []
     for node in step.graph.nodes:
-        kind = _kind(node, bucket_bytes) if node.target is GATHER and _operand(node) in available else None
-        if kind is None:
+        if node.target is not GATHER or node.meta["move"].role not in _ROLES[GATHER] or _operand(node) not in available:
             continue
-        kind = kind, _anchor(node) is None
+        kind = None if node in kept else _kind(node, bucket_bytes), _anchor(node) is None
+        place = node.meta["phase"], node.meta.get(SEGMENT), is_across_nodes(node)
+        if not is_small(node) and last.setdefault(place, kind) != kind:
+            closed.append(left.pop(last[place], []))
+            last[place] = kind
+        if kind[0] is None:
+            continue
         members = left.setdefault(kind, [])
         if sum(map(_bytes, members)) + _bytes(node) > bucket_bytes:
             closed.append(left.pop(kind))
@@ -148,14 +197,28 @@ def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
     return [Bucket(tuple(members)) for members in [*closed, *left.values()] if len(members) > 1]
 
 
+def _kept(step: StepGraph, bucket_bytes: int) -> set[torch.fx.Node]:
+    """Gathers that are read again after more than a bucket of others, as a tied embedding is: in a bucket they would keep the rest of it."""
+    found: set[torch.fx.Node] = set()
+    gathered, since = 0, dict[torch.fx.Node, int]()  # bytes of large tensors so far, and up to each node
+    for node in step.graph.nodes:
+        if _is_large_weight(node):
+            gathered += _bytes(node)
+        since[node] = gathered
+    for node in step.graph.nodes:
+        if _is_large_weight(node):
+            last = max((since[reader] for reader in readers(node)), default=0)
+            if last - since[node] > bucket_bytes:
+                found.add(node)
+    return found
+
+
 def _available(step: StepGraph) -> set[torch.fx.Node]:
-    """Inputs, what is made of one input alone (views, casts, `after`, whose second operand is an ordering edge), and secondary partitions,
-    which the forward has left for the backward."""
+    """Inputs, what is made of one input alone (views, casts, `after`, whose second operand is an ordering edge, gathers)."""
     early = set(step.placeholders)
     for node in step.graph.nodes:
         read = node.all_input_nodes[:1] if node.target is torch.ops.graphacc.after.default else node.all_input_nodes
-        made_of_one = node.op == "call_function" and len(read) == 1 and read[0] in early and isinstance(node.meta["val"], torch.Tensor)
-        if made_of_one or is_secondary(node):
+        if node.op == "call_function" and len(read) == 1 and read[0] in early and isinstance(node.meta["val"], torch.Tensor):
             early.add(node)
     return early
 
@@ -187,11 +250,12 @@ def _parameter_order(members: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
 
 
 def _join_early(step: StepGraph, bucket: Bucket) -> None:
-    """One gather where the first member was; what the others are made of moves there too."""
-    first, *others = bucket.members
+    """One gather where the first member is; what the others are made of moves there too."""
+    first = functools.reduce(lambda x, y: y if y < x else x, bucket.members)  # buckets before this one may have moved members of it up
     anchor = _anchor(first)
-    for node in others:
-        _move_up(_operand(node), first, anchor)
+    for node in bucket.members:
+        if node is not first:
+            _move_up(_operand(node), first, anchor)
     _join(step, bucket, first)
 
 
@@ -209,8 +273,10 @@ def _move_up(node: torch.fx.Node, before: torch.fx.Node, anchor: torch.fx.Node |
     """Move what an operand is made of in front of `before`, where it waits for `anchor`; what stands there already may have earlier readers."""
     if node < before:
         return
-    _move_up(node.all_input_nodes[0], before, anchor)
-    if node.target is torch.ops.graphacc.after.default and anchor is not None:
+    waits = node.target is torch.ops.graphacc.after.default
+    for source in node.all_input_nodes[:1] if waits else node.all_input_nodes:
+        _move_up(source, before, anchor)
+    if waits and anchor is not None:
         node.update_arg(1, anchor)
     before.prepend(node)
 

@@ -13,7 +13,7 @@ from zoo_steps import partitioned, shared_case
 import graphacc
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind
-from graphacc.passes.communication.buckets import GATHER, REDUCE, SCATTER, SMALL_REDUCE_BYTES
+from graphacc.passes.communication.buckets import GATHER, REDUCE, SCATTER, SMALL_BYTES
 from graphacc.strategy import Strategy
 
 BUCKET = 20_000  # bytes; the zoo's models are small
@@ -43,7 +43,7 @@ def collectives(step) -> dict:
 def test_results_keep_their_bits(name, strategy):
     """All ranks in lockstep, summed in one order: every output is the same, with fewer collectives."""
     case, inputs, _ = shared_case(name)
-    alone, _ = partitioned(case.step, strategy)
+    alone, _ = partitioned(case.step, f"{strategy},bucket_mb=0")
     joined, _ = partitioned(case.step, f"{strategy},bucket_mb={BUCKET / 1e6}")
     before, after = collectives(alone), collectives(joined)
     assert sum(map(len, after.values())) < sum(map(len, before.values()))
@@ -63,7 +63,7 @@ def test_sizes():
         assert move.size_bytes <= BUCKET or move.tensors == 1
     assert any(move.tensors > 1 for move in found[GATHER]) and any(move.tensors > 1 for move in found[SCATTER])
     replicated, _ = partitioned(shared_case("gpt2")[0].step, "dp=4,bucket_mb=1")
-    assert all(move.size_bytes / move.tensors <= SMALL_REDUCE_BYTES for move in collectives(replicated)[REDUCE] if move.tensors > 1)
+    assert all(move.size_bytes / move.tensors <= SMALL_BYTES for move in collectives(replicated)[REDUCE] if move.tensors > 1)
 
 
 def test_what_is_read_before_the_bucket_stays_where_it_is():
@@ -76,7 +76,7 @@ def test_what_is_read_before_the_bucket_stays_where_it_is():
     tensors = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8)]
     kinds = [(Kind.BATCH, "x"), (Kind.PARAM, "w"), (Kind.PARAM, "v")]
     captured = trace(step, [(kind, name, x) for (kind, name), x in zip(kinds, tensors)], [(Kind.LOSS, "loss")])
-    alone, _ = partitioned(captured.copy(), "fsdp=2")
+    alone, _ = partitioned(captured.copy(), "fsdp=2,bucket_mb=0")
     joined, _ = partitioned(captured.copy(), "fsdp=2,bucket_mb=1")
     assert [move.tensors for move in collectives(joined)[GATHER]] == [1, 2]
     for x, y in zip(simulate(alone, {"fsdp": 2}, tensors), simulate(joined, {"fsdp": 2}, tensors), strict=True):

@@ -1,0 +1,145 @@
+"""Prefetch: weights are gathered a fixed number of buckets ahead of their first reader, in forward and backward.
+
+Nothing but parameters goes into ZeRO-3's gathers, so that a scheduler may start all of them at once, and keep the whole model; or, where
+the backward's wait for the gradient of their own first reader, none before it is needed. With gathers 0, 1, ... in the order of their
+first readers, gather k is made to wait for the last reader of gather k - prefetch - 1 that comes before the first one of the next:
+
+    prefetch = 1     gather 2 ---waits for---> readers of 0
+                     gather 3 ---waits for---> readers of 1          while 1 is read, 2 is on its way
+
+so that no more than `prefetch` + 1 are there at a time (FSDP's `limit_all_gathers`: Zhao et al., "PyTorch FSDP", VLDB 2023, section
+3.4), as a dependency of the program that holds under any schedule. A weight that is read again much later (a tied embedding)
+stays until then, on top of this, and small tensors (`is_small`) are gathered at the start. The first gathers of the backward wait for the first gradient alone.
+
+The waiting is `graphacc::after`. In the backward it is there already, on each parameter (`passes/partition/regather.py`), and is given
+another dependency; in the forward it is put in front of the gather.
+"""
+
+import collections
+import operator
+from collections.abc import Hashable
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+from graphacc.graph import Phase, StepGraph
+from graphacc.passes.communication.buckets import GATHER, is_small, readers
+from graphacc.passes.communication.secondary import is_across_nodes
+from graphacc.passes.edit import Editor
+from graphacc.passes.partition.plan import Role
+from graphacc.passes.runner import Log, Pass
+from graphacc.passes.stages.values import SEGMENT
+
+AFTER = torch.ops.graphacc.after.default
+
+
+def prefetch_pass(distance: int) -> Pass:
+    """Ties gathers of weights `distance` gathers ahead of their first readers; values stay as they are."""
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        for gathers in sequences(step):
+            log.rewrote(_tie(step, gathers, distance))
+        return step
+
+    def verify(step: StepGraph) -> None:
+        for gathers in sequences(step):
+            _verify(gathers, distance)
+
+    return Pass(name="prefetch", exact=True, optional=True, run=run, verify=verify, key=("prefetch", distance))
+
+
+def sequences(step: StepGraph) -> list[list[torch.fx.Node]]:
+    """The gathers of large weights that forward and backward (of one stage) read, each in the order of the first readers."""
+    order, given = _order(step), _given(step)
+    found: dict[Hashable, list[torch.fx.Node]] = collections.defaultdict(list)
+    for node in step.graph.nodes:
+        if node.target is not GATHER or node.meta["move"].role is not Role.WEIGHT or is_small(node) or is_across_nodes(node):
+            continue
+        if node.meta["phase"] is not Phase.UPDATE and node.all_input_nodes[0] in given:
+            found[node.meta["phase"], node.meta.get(SEGMENT)].append(node)
+    return [sorted(gathers, key=lambda node: _first(node, order)) for gathers in found.values()]
+
+
+def _given(step: StepGraph) -> set[torch.fx.Node]:
+    """Inputs, secondary partitions, which stay there in any case, and what is made of these without communication."""
+    given = set(step.placeholders)
+    for node in step.graph.nodes:
+        read = node.all_input_nodes[:1] if node.target is AFTER else node.all_input_nodes
+        local = getattr(node.target, "namespace", "") != "_c10d_functional" or is_across_nodes(node) or any(map(is_across_nodes, read))
+        if node.op == "call_function" and local and given.issuperset(read):
+            given.add(node)
+    return given
+
+
+def _order(step: StepGraph) -> dict[torch.fx.Node, int]:
+    return {node: i for i, node in enumerate(step.graph.nodes)}
+
+
+def _first(gather: torch.fx.Node, order: dict[torch.fx.Node, int]) -> int:
+    return min((order[node] for node in readers(gather)), default=order[gather])
+
+
+def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
+    """Make the gathers of one sequence wait; returns how many do."""
+    count, order = 0, _order(step)
+    first = next((anchor for gather in gathers[:1] for anchor in _waits(gather)), None)
+    for k, gather in enumerate(gathers):
+        anchor = _anchor(gathers, k, distance, order) or first
+        if anchor is None or order[anchor] > order[gather]:
+            continue
+        own = [node for node in _afters(gather) if order[anchor] < order[node]]
+        for node in own:
+            node.update_arg(1, anchor)
+        if not own:
+            edit = Editor(step.graph, gather)
+            gather.update_arg(0, edit(AFTER, gather.all_input_nodes[0], anchor))
+        count += 1
+    return count
+
+
+def _anchor(gathers: list[torch.fx.Node], k: int, distance: int, order: dict[torch.fx.Node, int]) -> torch.fx.Node | None:
+    """The value that gather `k` waits for: of the last reader of gather k - distance - 1, or an earlier one's."""
+    if k <= distance:
+        return None
+    limit = min(_first(gathers[k - distance], order), order[gathers[k]])
+    for gather in reversed(gathers[: k - distance]):
+        values = [value for node in readers(gather) if (value := _value(node)) is not None and order[value] < limit]
+        if values:
+            return max(values, key=order.__getitem__)
+    return None
+
+
+def _value(node: torch.fx.Node) -> torch.fx.Node | None:
+    """A tensor that exists once a call is done."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return node
+    items = [user for user in node.users if user.target is operator.getitem and isinstance(user.meta["val"], torch.Tensor)]
+    return items[0] if items else None
+
+
+def _afters(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """The calls of `graphacc::after` that what is gathered goes through."""
+    found, left, seen = [], list(gather.all_input_nodes), set()
+    while left:
+        node = left.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if node.target is AFTER:
+            found.append(node)
+            left.append(node.all_input_nodes[0])
+        else:
+            left.extend(node.all_input_nodes)
+    return found
+
+
+def _waits(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    return [node.all_input_nodes[1] for node in _afters(gather)]
+
+
+def _verify(gathers: list[torch.fx.Node], distance: int) -> None:
+    """Every gather but the first of a sequence waits for a value, and the first ones of the forward for nothing."""
+    for k, gather in enumerate(gathers):
+        if k > distance and not _afters(gather):
+            raise GraphError(f"gather {gather.name!r} of weights may start at any time: it waits for no reader of the {k} gathers before it")

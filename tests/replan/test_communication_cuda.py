@@ -1,0 +1,61 @@
+"""Buckets and prefetch in the schedule that XLA:CUDA makes for H100s; no GPU is needed."""
+
+import functools
+
+import h100
+import pytest
+from gpt2_steps import buckets_at_once, captured, gpt2, spread
+
+from graphacc._compat import jax_ as compat
+from graphacc.report.communication import Collective, read_collectives
+from graphacc.report.schedule import read_module
+from graphacc.runtime import Program, make_mesh, select_devices
+from graphacc.strategy import Strategy
+
+if compat.cuda_library() is None:
+    pytest.skip("JAX's CUDA plugin is not installed", allow_module_level=True)
+
+LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 512, 128, 4096
+WEIGHTS = "bucket_mb=3"
+BUCKET_BYTES = 3e6
+
+
+@functools.cache
+def step():
+    return captured(gpt2(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY), LENGTH)
+
+
+@functools.cache
+def compiled(choice: str) -> tuple[Program, str, list[Collective]]:
+    mesh = h100.like(make_mesh(Strategy(fsdp=8), select_devices(8)))
+    program = Program.build(spread(step(), f"fsdp=8,{choice}"), mesh, cache_dir=None, memory_plan="xla", compiler_options=h100.FAST)
+    hlo = program.hlo_text()
+    return program, hlo, list(read_collectives(hlo, mesh))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_no_more_buckets_are_gathered_at_once(prefetch):
+    _, hlo, _ = compiled(f"{WEIGHTS},prefetch={prefetch}")
+    assert buckets_at_once(hlo, 0.3 * BUCKET_BYTES, BUCKET_BYTES) == prefetch + 1
+
+
+def test_what_is_exposed_and_what_it_costs():
+    """Both gathers are there, on their way beside something, with next to no memory more; scatters wait for no other scatter and are as planned."""
+    before, _, _ = compiled("bucket_mb=0")
+    after, hlo, found = compiled(f"{WEIGHTS},prefetch=1")
+    entry = list(read_module(hlo).values())[-1]
+    gathers = [item for item in found if item.kind == "all-gather"]
+    scatters = [item for item in found if item.kind == "reduce-scatter"]
+    parameters = sum(parameter.numel() * 4 for parameter in gpt2(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY).parameters())
+    assert 1.9 * parameters < sum(item.size_bytes for item in gathers) <= 2 * parameters  # the backward reads no bias
+    assert sum(item.exposed_bytes for item in gathers) <= 0.05 * sum(item.size_bytes for item in gathers)
+    assert after.memory.temp_bytes <= 1.04 * before.memory.temp_bytes
+    assert sum(item.size_bytes for item in scatters) == parameters
+    assert not entry.chained("reduce-scatter")
+    assert all(item.size_bytes <= BUCKET_BYTES for item in scatters if len(item.tensor_bytes) > 1 or item.size_bytes != VOCABULARY * WIDTH * 4)
+
+
+def test_without_prefetch_gathers_are_exposed():
+    """What the report would miss if it took every start and end for an overlap."""
+    exposed = [sum(item.exposed_bytes for item in compiled(f"{WEIGHTS},prefetch={prefetch}")[2] if item.kind == "all-gather") for prefetch in (0, 1)]
+    assert exposed[0] > 3 * exposed[1]
