@@ -11,7 +11,8 @@ so that each part crosses nodes once in a step, and no more than in one gather. 
 bytes of the weight divided by g, and if gathers are quantised, of its codes. The secondary partition is a value of the step and no state: a
 stale one cannot exist. The whole has the bits that one gather over all ranks gives.
 
-It is not cut out of the whole: XLA would move the cut to the backward, and keep the whole until then.
+It is not cut out of the whole: XLA moves such a cut to the backward, and keeps the whole until then. What two steps cost is a copy that brings the
+node's parts into the order of the ranks; where gathers are quantised, that is part of the dequantisation.
 """
 
 import dataclasses

@@ -258,7 +258,8 @@ def test_a_frozen_weight_that_is_trained_starts_from_its_exact_value():
 
 @pytest.mark.parametrize("extra", ["", f",{QW}"])
 def test_memory_of_the_secondary_partition(extra):
-    """Above ZeRO-3's temporaries: at most the weights that are read twice, divided by the group (section 3.2), 1 % for alignment."""
+    """Above ZeRO-3's temporaries: at most the weights that are read twice, divided by the group (section 3.2), 1 % for alignment; and the copy
+    of one weight that brings it into the order of the ranks, which quantised ones do without."""
 
     def temporaries(strategy: str) -> tuple[int, str]:
         torch.manual_seed(0)
@@ -275,4 +276,4 @@ def test_memory_of_the_secondary_partition(extra):
     numel = 7 * 256 * 256  # the first layer's weight is not read by the backward
     kept = 8 * 7 * message_bytes(256 * 256 // 8, 8, 256) // 4 if extra else 4 * numel // 4
     assert f"out of {kept} kept by a rank" in text
-    assert together - alone <= 1.01 * kept
+    assert together - alone <= 1.01 * kept + (0 if extra else 4 * 256 * 256)
