@@ -78,9 +78,9 @@ def build_pipeline(
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
-        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization))
+        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
-        passes.append(partition_pass("dp", strategy.dp, 0, along["dp"]))
+        passes.append(partition_pass("dp", strategy.dp, 0, along["dp"], reduce_narrow=strategy.reduces_narrow))
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
@@ -96,16 +96,16 @@ def build_pipeline(
 
 
 def partition_pass(
-    axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None], quantization: Quantization = Quantization()
+    axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None], quantization: Quantization = Quantization(), reduce_narrow: bool = False
 ) -> Pass:
     """The partition along one data axis."""
 
     def decide(step: StepGraph) -> AxisPlan:
         layouts = zero_layouts(step, num_ranks, stage, batch_dims)
-        plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state)
+        plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state, reduce_narrow=reduce_narrow)
         return quantization.of(plan, step)
 
-    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization))
+    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization, reduce_narrow))
 
 
 def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_dims: Mapping[str, int | None]) -> Pass:
@@ -149,9 +149,10 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
             for node, why in hindered.items()
             if node.meta["phase"] is Phase.FORWARD
         )
-        return dataclasses.replace(assign(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins), notes=notes)
+        plan = assign(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins, reduce_narrow=strategy.reduces_narrow)
+        return dataclasses.replace(plan, notes=notes)
 
-    key = strategy.context, outer, tuple(batch_dims.items())
+    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow
     return axis_pass("cp", strategy.cp, decide, key=key)
 
 

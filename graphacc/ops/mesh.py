@@ -89,13 +89,17 @@ def _(x, targets, axis):
 
 
 @torch.library.custom_op("graphacc::after", mutates_args=())
-def after(x: Tensor, dependency: Tensor) -> Tensor:
-    """`x`, but not before `dependency` exists: an ordering edge that keeps equal computations apart in time."""
+def after(x: Tensor, dependency: Tensor, strict: bool = False) -> Tensor:
+    """`x`, but not before `dependency` exists: an ordering edge that keeps equal computations apart in time.
+
+    Args:
+        strict: no schedule may have it otherwise. Else XLA's on CUDA may, where it finds that nothing is lost by it.
+    """
     return x.clone()
 
 
 @after.register_fake
-def _(x, dependency):
+def _(x, dependency, strict=False):
     return torch.empty_like(x)
 
 

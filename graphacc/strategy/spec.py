@@ -44,6 +44,7 @@ class Strategy:
     quant_min_size: int = 16384  # elements of a weight below which it and its gradient travel exactly; norms and biases always do
     frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
+    reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes
 
     def __post_init__(self):
         for axis in AXES:
@@ -72,6 +73,12 @@ class Strategy:
             raise StrategyError(f"zero={self.zero!r} is no ZeRO stage: set zero to 1, 2 or 3")
         if self.precision not in ("fp32", "bf16"):
             raise StrategyError(f"precision={self.precision!r} is unknown: set precision to 'fp32' or 'bf16'")
+        if self.reduce_dtype not in ("fp32", "bf16"):
+            raise StrategyError(f"reduce_dtype={self.reduce_dtype!r} is unknown: set reduce_dtype to 'fp32' or 'bf16'")
+        if self.reduce_dtype == "bf16" and self.precision != "bf16":
+            raise StrategyError(f"reduce_dtype='bf16' is for gradients that are computed in bf16, and precision is {self.precision!r}: set precision='bf16', or leave reduce_dtype out")
+        if self.reduce_dtype == "bf16" and self.quantized_gradients:
+            raise StrategyError("reduce_dtype='bf16' is for gradients that travel as they are, and quantized_gradients sends them as int4: leave one of the two out")
         self._check_quantization()
         if self.zero is not None and self.fsdp == 1:
             raise StrategyError(f"zero={self.zero} shards over the fsdp axis, which has size 1: set fsdp to the number of ranks, or leave zero unset")
@@ -135,6 +142,11 @@ class Strategy:
     def data_ranks(self) -> int:
         """Ranks that split the batch."""
         return self.dp * self.fsdp * self.ep
+
+    @property
+    def reduces_narrow(self) -> bool:
+        """Whether gradients are summed over the ranks in the dtype in which they were computed."""
+        return self.reduce_dtype == "bf16"
 
     @property
     def within_stage(self) -> "Strategy":
@@ -213,7 +225,7 @@ def _text(value: object) -> str:
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("capacity_factor", "bucket_mb"):
         return _parse_float(text, part, value)
-    if name in ("precision", "schedule", "context"):
+    if name in ("precision", "reduce_dtype", "schedule", "context"):
         return value
     if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):
         return value.lower() == "true"

@@ -145,7 +145,15 @@ def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     if _bytes(node) > limit or len(node.users) != 1:
         return None
     what = node.meta["val"].dtype, node.meta["move"].bits, target is GATHER and is_small(node)
-    return node.target, node.args[1:], what, node.meta["phase"], node.meta.get(SEGMENT)
+    return node.target, node.args[1:], what, place_of(node)
+
+
+def place_of(node: torch.fx.Node) -> Hashable:
+    """Phase, and stage of a pipeline: a gather of a parameter's view has no mark of its own, and stands with the first of its readers."""
+    segment = node.meta.get(SEGMENT)
+    if segment is None and node.target is GATHER:
+        segment = min((reader.meta[SEGMENT] for reader in readers(node) if SEGMENT in reader.meta), default=None)
+    return node.meta["phase"], segment
 
 
 def is_small(node: torch.fx.Node) -> bool:
@@ -183,7 +191,7 @@ def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
         if node.target is not GATHER or node.meta["move"].role not in _ROLES[GATHER] or _operand(node) not in available:
             continue
         kind = None if node in kept else _kind(node, bucket_bytes), _anchor(node) is None
-        place = node.meta["phase"], node.meta.get(SEGMENT), is_across_nodes(node)
+        place = place_of(node), is_across_nodes(node)
         if not is_small(node) and last.setdefault(place, kind) != kind:
             closed.append(left.pop(last[place], []))
             last[place] = kind

@@ -24,12 +24,11 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
-from graphacc.passes.communication.buckets import GATHER, is_small, readers
+from graphacc.passes.communication.buckets import GATHER, is_small, place_of, readers
 from graphacc.passes.communication.secondary import is_across_nodes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
-from graphacc.passes.stages.values import SEGMENT
 
 AFTER = torch.ops.graphacc.after.default
 
@@ -57,7 +56,7 @@ def sequences(step: StepGraph) -> list[list[torch.fx.Node]]:
         if node.target is not GATHER or node.meta["move"].role is not Role.WEIGHT or is_small(node) or is_across_nodes(node):
             continue
         if node.meta["phase"] is not Phase.UPDATE and node.all_input_nodes[0] in given:
-            found[node.meta["phase"], node.meta.get(SEGMENT)].append(node)
+            found[place_of(node)].append(node)
     return [sorted(gathers, key=lambda node: _first(node, order)) for gathers in found.values()]
 
 
@@ -90,10 +89,10 @@ def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
             continue
         own = [node for node in _afters(gather) if order[anchor] < order[node]]
         for node in own:
-            node.update_arg(1, anchor)
+            node.args = (node.args[0], anchor, True)
         if not own:
             edit = Editor(step.graph, gather)
-            gather.update_arg(0, edit(AFTER, gather.all_input_nodes[0], anchor))
+            gather.update_arg(0, edit(AFTER, gather.all_input_nodes[0], anchor, True))
         count += 1
     return count
 
@@ -139,7 +138,7 @@ def _waits(gather: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _verify(gathers: list[torch.fx.Node], distance: int) -> None:
-    """Every gather but the first of a sequence waits for a value, and the first ones of the forward for nothing."""
+    """Every gather behind the first ones of a sequence waits strictly."""
     for k, gather in enumerate(gathers):
-        if k > distance and not _afters(gather):
+        if k > distance and not any(node.args[2:] == (True,) for node in _afters(gather)):
             raise GraphError(f"gather {gather.name!r} of weights may start at any time: it waits for no reader of the {k} gathers before it")

@@ -80,9 +80,9 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
             if item.kind is Kind.GRAD
         }
         spread = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
-        return assign(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=spread)
+        return assign(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=spread, reduce_narrow=strategy.reduces_narrow)
 
-    key = strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
+    key = strategy.reduces_narrow, strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
     return axis_pass("ep", strategy.ep, decide, key=key, note=functools.partial(_note_dropped, strategy=strategy))
 
 

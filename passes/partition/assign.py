@@ -25,6 +25,7 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.passes.edit import only_user
 from graphacc.passes.partition import routing
 from graphacc.passes.partition.choose import choose, exchanges, plan_for_result
 from graphacc.passes.partition.constants import is_zero
@@ -35,9 +36,9 @@ from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
 from graphacc.passes.partition.rules import READS_NODES, Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
 
 aten = torch.ops.aten
+DTYPE_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _CASTS = (
-    aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
+    *DTYPE_CASTS,
     torch.ops.graphacc.after.default,
     aten.alias.default,
     aten.detach.default,
@@ -82,6 +83,7 @@ def assign(
     model_parallel: ModelParallel | None = None,
     pins: Mapping[str, Placement] = MappingProxyType({}),
     experts: ExpertParallel | None = None,
+    reduce_narrow: bool = False,
 ) -> AxisPlan:
     """Decide how `step` is carried out by the ranks of mesh axis `axis`.
 
@@ -94,20 +96,21 @@ def assign(
         model_parallel: given for an axis that splits the model instead of the batch.
         pins: node name -> the placement of its result.
         experts: given for an axis that spreads experts besides the batch; split parameters are then used as they are placed.
+        reduce_narrow: a gradient that is computed in 16 bits is summed over the ranks as such, and not as the 32 bits that it is cast to.
 
     Raises:
         GraphError: an operator draws random numbers of its own.
     """
-    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts).run()
+    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts, reduce_narrow).run()
 
 
 class Assigner:
     """One run of `assign`. Values of the program of one rank are named by the number of the `Action` that makes them."""
 
-    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None):
+    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None, reduce_narrow=False):
         self.step, self.axis, self.num_ranks = step, axis, num_ranks
         self.inputs, self.outputs, self.layout = inputs, outputs, layout
-        self.model, self.pins, self.experts = model_parallel, pins, experts
+        self.model, self.pins, self.experts, self.reduce_narrow = model_parallel, pins, experts, reduce_narrow
         self.node: torch.fx.Node = None  # the one in work: what moves are made for
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], int] = {}
@@ -235,6 +238,29 @@ class Assigner:
             self.value(node, self.grads[node])
         elif node.meta["phase"] is not Phase.UPDATE and enters_update(node):
             self.value(node, self._in_update(node, self.home[node]))
+        elif self.model is None and self.home[node] == Partial("sum") and (gradient := self._gradient_of(node)) is not None:
+            self._settle_before_cast(node, gradient)
+
+    def _gradient_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The gradient that a value of backward is, but for casts; None if it is none."""
+        while node.meta["phase"] is Phase.BACKWARD:
+            if node in self.grads or enters_update(node):
+                return node
+            user = only_user(node)
+            if user is None or user.target not in DTYPE_CASTS:
+                return None
+            node = user
+        return None
+
+    def _settle_before_cast(self, node: torch.fx.Node, gradient: torch.fx.Node) -> None:
+        """Sum up a gradient in front of a cast: always if that rounds the sum, else where messages of its dtype are asked for."""
+        (cast,) = node.users
+        widens = cast.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
+        if widens and not self.reduce_narrow:
+            return
+        placement = self.grads.get(gradient) or self.layout(tuple(gradient.meta["val"].shape)) or REPLICATED
+        self.value(node, placement)
+        self.home[node] = placement
 
     def _call(self, node: torch.fx.Node, placement: Callable[[torch.fx.Node, torch.fx.Node], Placement]) -> Call:
         arguments, operands = {}, []
@@ -393,7 +419,7 @@ class Assigner:
         kind = self.kinds.get(node)
         if node in self.weights or kind is Kind.PARAM:
             return Role.WEIGHT
-        if node in self.grads or kind is Kind.GRAD or (node.meta["phase"] is Phase.BACKWARD and enters_update(node)):
+        if node in self.grads or kind is Kind.GRAD or (kind is None and self._gradient_of(node) is not None):
             return Role.GRADIENT
         return Role.STATE if kind is Kind.STATE or node.meta["phase"] is Phase.UPDATE else Role.ACTIVATION
 

@@ -15,9 +15,9 @@ from graphacc.strategy import Strategy
 if compat.cuda_library() is None:
     pytest.skip("JAX's CUDA plugin is not installed", allow_module_level=True)
 
-LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 512, 128, 4096
-WEIGHTS = "bucket_mb=3"
-BUCKET_BYTES = 3e6
+LAYERS, WIDTH, LENGTH, VOCABULARY = 3, 512, 128, 8192
+WEIGHTS = "bucket_mb=10"
+BUCKET_BYTES = 10e6
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def compiled(choice: str) -> tuple[Program, str, list[Collective]]:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_no_more_buckets_are_gathered_at_once(prefetch):
     _, hlo, _ = compiled(f"{WEIGHTS},prefetch={prefetch}")
-    assert buckets_at_once(hlo, 0.3 * BUCKET_BYTES, BUCKET_BYTES) == prefetch + 1
+    assert buckets_at_once(hlo, 0.03 * BUCKET_BYTES, BUCKET_BYTES) == prefetch + 1
 
 
 def test_what_is_exposed_and_what_it_costs():
@@ -48,7 +48,8 @@ def test_what_is_exposed_and_what_it_costs():
     scatters = [item for item in found if item.kind == "reduce-scatter"]
     parameters = sum(parameter.numel() * 4 for parameter in gpt2(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY).parameters())
     assert 1.9 * parameters < sum(item.size_bytes for item in gathers) <= 2 * parameters  # the backward reads no bias
-    assert sum(item.exposed_bytes for item in gathers) <= 0.05 * sum(item.size_bytes for item in gathers)
+    behind = sum(item.exposed_bytes for item in gathers[1:])  # nothing runs before the first one has come
+    assert behind <= 0.05 * sum(item.size_bytes for item in gathers)
     assert after.memory.temp_bytes <= 1.04 * before.memory.temp_bytes
     assert sum(item.size_bytes for item in scatters) == parameters
     assert not entry.chained("reduce-scatter")

@@ -188,14 +188,21 @@ def _permute_ranks(ctx, x, targets, axis):
 
 
 @register("graphacc.after.default")
-def _after(ctx, x, dependency):
-    """An optimization barrier of both; on CPU an integer zero xor-ed into the bits of `x`.
+def _after(ctx, x, dependency, strict=False):
+    """An optimization barrier of both; on CPU an integer zero xor-ed into the bits of `x`; both, if `strict`.
 
-    On CUDA and TPU the barrier is what XLA schedules by: an instruction there would be fused with others, say an Adam update of
-    another parameter, and what they read would be waited for. On CPU XLA drops barriers before its last common-subexpression
-    elimination, and then merges, say, a gather for the backward with the one for the forward.
+    On CUDA and TPU the barrier keeps what follows apart from what else reads `x`: the xor alone would be fused with, say, an Adam update of
+    the parameter, and what that reads would be waited for. But the barrier alone does not always order: XLA drops operands of which nothing
+    reads the result, and kept them for 21 of 37 gathers of a GPT-2 of 4 x 512. That lets its combiner join gathers that are
+    not joined yet (40 instead of 88 in GPT-2 12 x 768), so that only gathers in buckets are strict. On CPU XLA drops
+    barriers before its last common-subexpression elimination, and then merges, say, a gather for the backward with the one for the forward.
     """
-    return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=lambda x, dependency: lax.optimization_barrier((x, dependency))[0])
+    elsewhere = _behind_barrier if strict else lambda x, dependency: lax.optimization_barrier((x, dependency))[0]
+    return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=elsewhere)
+
+
+def _behind_barrier(x, dependency):
+    return _with_hidden_zero(*lax.optimization_barrier((x, dependency)))
 
 
 def _with_hidden_zero(x, dependency):
