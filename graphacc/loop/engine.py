@@ -554,7 +554,7 @@ class Engine:
 
     def _discard(self, tape: Tape) -> None:
         """A recording without backward ends: its only effect is on the buffers."""
-        if any(isinstance(call.function, ModelCall) for call in tape.calls) and any(True for _ in self.model.buffers()):
+        if self._writes_buffers(tape):
             self._run_forward(tape, [], keep_buffers=True)
         tape.closed = True
 

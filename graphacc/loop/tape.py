@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users
+from graphacc.capture import FX
 from graphacc.errors import CaptureError, LoopError
+from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
 from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
@@ -70,6 +72,7 @@ class Call:
     replaces: int | None = None  # the leaf, a number of an earlier step, that it adds to: from now on that is the result
     reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
     log: Log | None = None  # what later calls need to know to ask for values
+    bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
 
     @property
     def externals(self) -> list[int]:
@@ -138,6 +141,8 @@ class Tape:
                 call = self._infer(function, refs, spec, leaves, varying) if remembered is None else remembered
             if varying and remembered is None:
                 self._check_like(call, function)
+            if isinstance(call, Call) and call.bounds:
+                self._check_bounds(call.bounds)
         except BaseException as error:
             self._forget(*counts)
             if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python
@@ -290,6 +295,20 @@ class Tape:
         self.external_paths.append(f"derived from the batch #{index}")
         return External(index)
 
+    def _check_bounds(self, bounds: Sequence[Bound]) -> None:
+        """Check indices in the batch.
+
+        Raises:
+            BatchIndexError: one is out of range.
+        """
+        answering = Answering(self._real)
+        for bound in bounds:
+            value = None if bound.source is None else bound.range.violation(self.sources[bound.source.index])
+            if (bound.source is None or value is not None) and not self.engine.programs.local_batch:  # operators were noted with the shapes of the whole batch
+                value = bound.range.violation(answering.value(bound.operations, bound.index))
+            if value is not None:
+                raise bound.error(value)
+
     def _real(self, place: object) -> object:
         """The real tensor of an External or a Param; other values as they are."""
         if isinstance(place, External):
@@ -377,6 +396,8 @@ class Tape:
                 raise
             self._keep_variant(variants, recorder.reads, None, str(error))  # with other answers it may go another way
             raise NotRecorded(str(error)) from error
+        if recorder is not None:
+            self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
         leaves, result_spec = pytree.tree_flatten(result)
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -400,7 +421,7 @@ class Tape:
             elif not _is_static(leaf):
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
-        reads = () if recorder is None else tuple(recorder.reads)
+        reads, bounds = ((), ()) if recorder is None else (tuple(recorder.reads), _distinct(recorder.bounds))
         call = Call(
             function=self.engine.answered(function, tuple(read.key for read in reads)),
             asked=function,
@@ -415,14 +436,15 @@ class Tape:
             replaces=replaces,
             reads=reads,
             log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
+            bounds=bounds,
         )
         self._keep_variant(variants, reads, call)
         return call
 
     def _recorder(self, leaves: list, args: tuple) -> Recorder | None:
-        """What answers reads of values of the batch; None where the batch that a program gets is not the one that the loop gave."""
+        """What notes bounds of indices in the batch, and answers reads of it unless the batch that a program gets is not the one that the loop gave."""
         engine = self.engine
-        if not engine.answers_reads:
+        if engine.fallback.backend is not FX:
             return None
         numbers = engine.number_inputs(args)
         buffers = [] if any(engine.is_model(call.function) for call in self.calls) else engine.fakes.of_buffers()
@@ -433,7 +455,8 @@ class Tape:
 
         leaves = [(fake, ref) for fake, ref in leaves if id(fake) not in numbers]
         logs = [call.log for call in self.calls if call.log is not None]
-        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, Answering(self._real), add_input)
+        answering = Answering(self._real) if engine.answers_reads else None
+        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, answering, add_input)
 
     def _check_writes(
         self, refs: tuple, given: Sequence, fakes: Sequence, written: Sequence[int], results: Sequence
@@ -607,6 +630,11 @@ def _number_dtype(leaves: Sequence) -> torch.dtype:
     """The dtype in which a number takes part in arithmetic with these."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.float64 if any(isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
+
+
+def _distinct(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
+    """Those to be checked in every call, each index once."""
+    return tuple({(bound.index, bound.range): bound for bound in reversed(bounds) if bound.every_call}.values())[::-1]
 
 
 def _same_code(one: Callable, other: Callable) -> bool:
