@@ -665,7 +665,6 @@ class Engine:
         """``loss.backward()`` was recorded on `tape`."""
         with self.lock:
             self._settle_pending()
-            self._refuse_spent([handle for handle in self.handles.values() if handle.trains])
             tape.outputs = tape.live()
             try:
                 joint = self.fallback.attempt(lambda: self._joint(tape))
@@ -680,12 +679,14 @@ class Engine:
                 if output.kind is not Kind.GRAD:
                     continue
                 handle = self.handles[output.target]
+                tape.grad_values[handle.name] = index = tape.add_value(self.fakes.gradient_of(handle))
+                if handle.grad is SPENT:
+                    continue  # what this adds to is not known; the loop may clear it before it is used, as that of two optimizers in turn does
                 if (own := handle.host_grad) is not None:
                     self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
                     self.accumulated.add(handle.name)
                     handle.host_grad = None
-                index = tape.add_value(self.fakes.gradient_of(handle))
-                tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
+                tape.grad_bindings[handle.name] = index
                 handle.grad = tape
             if self.torch_steps:
                 self._force(tape)
@@ -712,14 +713,6 @@ class Engine:
             self._run_grad(tape)
         self._close(tape)
 
-    def _refuse_spent(self, handles: Sequence[Handle]) -> None:
-        spent = [handle.name for handle in handles if handle.grad is SPENT]
-        if spent:
-            raise LoopError(
-                f"backward() after a step without zero_grad(): PyTorch would add to the old gradients, of {spent[0]!r} and "
-                f"{len(spent) - 1} more, which the compiled step consumed; call optimizer.zero_grad() or model.zero_grad() before backward()"
-            )
-
     def read_grad(self, handle: Handle) -> Tensor | None:
         """``parameter.grad``."""
         if handle.grad is SPENT:
@@ -733,7 +726,7 @@ class Engine:
     def settle_grad(self, handle: Handle) -> None:
         """Make ``parameter.grad`` the ordinary tensor that PyTorch would have there."""
         if handle.grad is SPENT:
-            self._refuse_spent([handle])
+            raise _used_again(handle, "reading it")
         if handle.grad is ZERO:
             handle.host_grad = handle.zeros() if handle.host_grad is None else handle.host_grad
             handle.grad = None
@@ -895,10 +888,7 @@ class Engine:
                 return False
             for handle in (self.handles[name] for name in binding.names):
                 if handle.grad is SPENT:
-                    raise LoopError(
-                        f"{type(optimizer).__name__}.step() would use the gradient of {handle.name!r} again, which an earlier compiled step consumed: "
-                        "call zero_grad() after every step, and backward() before the next"
-                    )
+                    raise _used_again(handle, f"{type(optimizer).__name__}.step()")
                 if handle.grad is ZERO or (handle.grad is not None and handle.host_grad is not None):
                     self.settle_grad(handle)
             names = tuple(name for name in binding.names if self.handles[name].has_grad)
@@ -928,7 +918,7 @@ class Engine:
             self._force(tape)
             tape = None
         whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps and not self.options.keep_gradients
-        if whole and set(names) == set(tape.grad_values):
+        if whole and set(names) == set(tape.grad_bindings):
             self._run_step(tape, binding, names)
         else:
             self._run_update(tape, binding, names)
@@ -1219,6 +1209,14 @@ def _grad_mode(tensor: Tensor) -> object:
     """Whether a parameter takes a gradient, and its hooks."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
+
+
+def _used_again(handle: Handle, what: str) -> LoopError:
+    return LoopError(
+        f"{what} would use the gradient of {handle.name!r} again, which an earlier compiled step consumed, and to which PyTorch would have added those of later "
+        "backwards: call zero_grad() after every step, and backward() before the next, or keep gradients with graphacc.compile(..., keep_gradients=True), "
+        "which takes their memory and runs every step in two programs"
+    )
 
 
 def _explanation(error: Exception) -> str:

@@ -17,6 +17,8 @@ from tolerances import relative_error
 from torch import nn
 from training import compiled
 
+from graphacc.errors import LoopError
+
 STEPS = 4
 
 
@@ -886,6 +888,53 @@ def test_one_model_that_holds_two():
     model = compiled(copy.deepcopy(both), None)
     expected, got = (flat(adversarial(module["generator"], module["critic"])) for module in (both, model))
     assert relative_error(got, expected) < 1e-5
+
+
+def alternating(clip=False, clears_after=False, read=False):
+    """Two optimizers in turn; each clears its own gradients alone, although every backward adds to those of both."""
+
+    def run(m):
+        optimizers, losses = [torch.optim.Adam(m.first.parameters(), lr=0.02), sgd(m.second, 0.1, momentum=0.9)], []
+        for i, (x, y) in enumerate(data(6)):
+            optimizer, part = optimizers[i % 2], (m.first, m.second)[i % 2]
+            if not clears_after:
+                optimizer.zero_grad()
+            loss = F.cross_entropy(m(x), y)
+            loss.backward()
+            if clip:
+                losses.append(nn.utils.clip_grad_norm_(part.parameters(), 0.1))
+            if read:
+                losses.append(part.weight.grad.sum().item())
+            optimizer.step()
+            if clears_after:
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [float(loss) for loss in losses]
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": True}, {"clears_after": True}, {"read": True}], ids=str)
+def test_two_optimizers_in_turn(options):
+    assert not assert_same(alternating(**options))._graphacc_engine.eager
+
+
+def test_two_optimizers_in_turn_on_several_devices_and_verified():
+    model = assert_same(alternating(), "fsdp=2", verify=6)
+    assert [program.kind for program in model.programs] == ["grad", "update", "step", "step"], model.explain()
+
+
+def test_a_gradient_that_was_used_up_and_added_to_is_refused_before_it_is_used_again():
+    model = compiled(Net(), None)
+    optimizer, (x, y) = sgd(model), data()[0]
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    F.cross_entropy(model(x), y).backward()
+    for use in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+        with pytest.raises(LoopError, match=r"first.weight.*zero_grad.*keep_gradients|first.weight.grad was read after"):
+            use()
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_loss_with_parameters_of_its_own():
