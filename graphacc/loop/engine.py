@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc.capture import FX, hyperparameters, init_optimizer_state
+from graphacc.capture import FX, objects, hyperparameters, init_optimizer_state
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.randomness import keyed_randomness
@@ -274,11 +274,11 @@ class Engine:
             self._run_forward(tape, tape.live(), keep_buffers=True)
             tape.closed = True
             self._remember(tape)
-            result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+            result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         elif as_region:
             self.make_differentiable(tape, "an argument requires a gradient")
             if function.path or tape.region is None or tape.region.num_differentiable <= 1:
-                result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+                result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         self.guards.write(tensors)
         return result
 

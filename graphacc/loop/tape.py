@@ -11,14 +11,14 @@ import itertools
 import operator
 import typing
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users
-from graphacc.capture import FX
+from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
@@ -398,7 +398,11 @@ class Tape:
             raise NotRecorded(str(error)) from error
         if recorder is not None:
             self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
-        leaves, result_spec = pytree.tree_flatten(result)
+        leaves, result_spec = objects.flatten(result)
+        if self.engine.is_model(function) and any(isinstance(leaf, Iterator) for leaf in leaves):
+            raise CaptureError(
+                "the model returns an iterator (a generator, map or zip), whose code runs only when the loop reads it: return a list or a tuple of what it gives"
+            )
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if all(leaf is not None and _is_static(leaf) for leaf in leaves):
@@ -553,7 +557,7 @@ class Tape:
             answers = self.engine.answers(call.reads, {External(index): tensor for index, tensor in externals.items()})
             with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers:
                 result = call.function(*args, **kwargs)
-            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in objects.flatten(result)[0] if isinstance(leaf, Tensor)]
             assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
             env.update(zip(call.results, tensors))
 
@@ -685,8 +689,8 @@ class Opaque:
 
     def __getattr__(self, name: str):
         raise LoopError(
-            f"a compiled model does not return its {self._kind} (asked for .{name}): only tensors in tuples, lists, dicts and registered "
-            "dataclasses come out of a program; call an uncompiled copy, copy.deepcopy(model), to get one"
+            f"a compiled model does not return its {self._kind} (asked for .{name}): only tensors in containers, dataclasses and plain objects of "
+            "your own come out of a program; call an uncompiled copy, copy.deepcopy(model), to get one"
         )
 
     def __repr__(self) -> str:
