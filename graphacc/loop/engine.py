@@ -47,6 +47,10 @@ NOT_COMPILED = (CaptureError, LoweringError)
 MAX_TEMPLATES = 8
 """Finished recordings that a new one is compared with."""
 
+MAX_READS = 2
+"""Programs that read values of one recording before its backward, each of which computes it from its beginning again; then it goes on by PyTorch's autograd,
+with further calls compiled one by one (the steps of an adaptive solver)."""
+
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
 
@@ -802,7 +806,11 @@ class Engine:
                     "alive until optimizer.step() to have it returned by the step"
                 )
             if tape.backward_at is None:
-                self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
+                tape.num_reads += 1
+                if tape.num_reads > MAX_READS and tape.updates == self.updates:
+                    self.make_differentiable(tape, f"values are read more than {MAX_READS} times before backward(), each after further calls")
+                else:
+                    self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
                 return
             log.info("graphacc: a gradient or result is read between backward() and step(), so this step runs in parts")
             self._force(tape)

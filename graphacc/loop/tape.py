@@ -116,6 +116,7 @@ class Tape:
         self.region: Region | None = None  # that gave them, if it was not PyTorch
         self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
         self.differentiable: set[int] = set()  # externals that do
+        self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
 

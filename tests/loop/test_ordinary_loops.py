@@ -919,6 +919,25 @@ def test_two_optimizers_in_turn(options):
     assert not assert_same(alternating(**options))._graphacc_engine.eager
 
 
+def solver(m, o, x, y, i):
+    """An adaptive solver calls the model and reads an error, again and again; how often differs from step to step."""
+    time, width = 0.0, 0.1 + 0.03 * (i % 3)
+    while time < 1.0:
+        slope = torch.tanh(m(x)) @ torch.ones(3, 6)
+        error = (slope * width).abs().max().item()
+        if error < 0.6:
+            x, time = x + width * slope, time + width
+        width = min(width * (1.1 if error < 0.3 else 0.7), 1.01 - time)
+    return trained(o, x.pow(2).mean())
+
+
+def test_a_solver_that_reads_values_does_not_compile_a_program_for_every_read():
+    model = assert_same(loop(solver, lambda m: sgd(m, 0.01), steps=8))
+    kinds = [program.kind for program in model.programs]
+    assert len(kinds) <= 12, model.explain()
+    assert "backward" in kinds, model.explain()  # the calls after the first reads are compiled one by one
+
+
 def test_two_optimizers_in_turn_on_several_devices_and_verified():
     model = assert_same(alternating(), "fsdp=2", verify=6)
     assert [program.kind for program in model.programs] == ["grad", "update", "step", "step"], model.explain()
