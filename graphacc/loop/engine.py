@@ -79,10 +79,11 @@ class ModelCall:
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
     answers: tuple = ()  # that its code got to questions for values of the batch
     path: str = ""  # of the submodule that is called; the model itself
+    form: int = 0  # `Engine.form`
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.state, self.inputs, self.answers, self.path))
+        return hash((self.mode, self.state, self.inputs, self.answers, self.path, self.form))
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,6 +139,7 @@ class Engine:
         self.seed = options.seed  # first word of the random key
         self.counter = 0  # of model calls; second word of the random key
         self.steps = 0
+        self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
         self.updates = 0  # programs so far that changed parameters
         self.lock = threading.RLock()  # held while the state on the devices changes, or is read
         self.tracing = False  # a graph is captured
@@ -245,7 +247,7 @@ class Engine:
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path)
+        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
 
     def _differentiable_arguments(self, args: tuple, kwargs: dict, why: str) -> tuple[tuple, dict]:
         """The arguments as tensors of PyTorch's autograd."""
@@ -497,6 +499,19 @@ class Engine:
                 self._discard(tape)
             tape.overwritten, tape.closed, self.tape = handle.name, True, None
 
+    def before_another_form(self, handle: Handle) -> None:
+        """The loop is about to give a parameter another dtype or shape (``model.double()``); optimizers keep the state that they have."""
+        with self.lock:
+            self.before_write(handle)
+            if isinstance(handle.grad, Tape):
+                self.settle_grad(handle)
+            for binding in self.bindings.values():
+                self.fetch_optimizer_state(binding)
+                binding.state_on_device = False
+                if dict.get(binding.optimizer.state, handle.tensor):
+                    binding.by_torch = f"{handle.name!r} has got another dtype or shape than the optimizer's state for it: make the optimizer after that"
+            self.form += 1
+
     def _mode(self) -> tuple:
         if not self._structure.is_current():
             self._follow_replacements()
@@ -529,6 +544,7 @@ class Engine:
             handle.refresh()
         before = self.handles
         self.handles = self.fakes.handles = manage(self, self.model, before)
+        self.form += _forms(before) != _forms(self.handles)
         current = {id(handle) for handle in self.handles.values()}
         for handle in before.values():
             if id(handle) not in current:
@@ -1219,6 +1235,11 @@ def _grad_mode(tensor: Tensor) -> object:
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
 
 
+def _forms(handles: Mapping[str, Handle]) -> dict[str, tuple]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: (handle.tensor.dtype, handle.tensor.shape) for name, handle in handles.items()}
+
+
 def _used_again(handle: Handle, what: str) -> LoopError:
     return LoopError(
         f"{what} would use the gradient of {handle.name!r} again, which an earlier compiled step consumed, and to which PyTorch would have added those of later "
@@ -1237,4 +1258,4 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:
-    return {"optimizer settings": binding.key(), "gradient code": code.key()}
+    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form}

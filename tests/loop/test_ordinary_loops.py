@@ -13,6 +13,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from tolerances import relative_error
 from torch import nn
 from training import compiled
@@ -1081,6 +1082,68 @@ def test_a_compiled_model_can_be_pickled_and_saved():
     torch.save(model, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False).first.weight, model.state_dict()["first.weight"])
+
+
+def test_a_model_and_its_state_dict_that_are_saved_together_share_memory():
+    model = assert_same(loop(plain))
+    file = io.BytesIO()
+    torch.save({"model": model, "state": model.state_dict()}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    for name, parameter in found["model"].named_parameters():
+        assert parameter.equal(model.state_dict()[name])
+        assert parameter.data_ptr() == found["state"][name].data_ptr(), name
+
+
+def converted(dtype):
+    def step(m, o, x, y, i):
+        if i == 2:
+            m.to(dtype)
+        return trained(o, F.cross_entropy(m(x.to(m.first.weight.dtype)), y).float())
+
+    return step
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, lambda m: sgd(m, momentum=0.9), lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01)], ids=["sgd", "momentum", "rmsprop"])
+def test_another_dtype_after_a_step(make_optimizer):
+    model = assert_same(loop(converted(torch.float64), make_optimizer, steps=5))
+    assert model.first.weight.dtype is torch.float64
+
+
+def test_half_precision_after_a_step_without_zero_grad():
+    def run(m):
+        optimizer, losses = sgd(m, 0.1), []
+        for i, (x, y) in enumerate(data(2)):
+            losses.append(F.cross_entropy(m(x.to(m.first.weight.dtype)), y))
+            losses[-1].backward()
+            optimizer.step()
+            if i == 0:
+                m.bfloat16()
+        return [loss.item() for loss in losses]
+
+    with pytest.raises(LoopError, match="zero_grad"):
+        run(compiled(Net(), None))
+    torch.manual_seed(0)
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), None, keep_gradients=True)
+    assert relative_error(torch.tensor(run(model)), torch.tensor(run(reference))) < 1e-2  # bfloat16
+    assert all(p.grad.dtype is torch.bfloat16 for p in model.parameters())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(lambda v: self.second(torch.tanh(self.first(v))), x, use_reentrant=False)
+
+
+def test_checkpoint_is_said_to_have_no_effect_once(caplog):
+    model = assert_same(loop(plain), model=Checkpointed())
+    assert caplog.text.count("torch.utils.checkpoint has no effect") == 1
+    assert model.explain().count("torch.utils.checkpoint has no effect") == 1
+    assert "in forward: return torch.utils.checkpoint.checkpoint(" in model.explain()
 
 
 def test_another_thread_sees_current_values():
