@@ -1130,6 +1130,26 @@ def test_half_precision_after_a_step_without_zero_grad():
     assert all(p.grad.dtype is torch.bfloat16 for p in model.parameters())
 
 
+class Margins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor([-100.0, -float("inf"), -2.0, 0.5, 100.0, float("nan")]))
+
+    def forward(self, y, reduction):
+        return F.soft_margin_loss(self.x, y, reduction=reduction).sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_soft_margin_overflows_as_pytorch_does(reduction):
+    """Its gradient is NaN where exp overflows, at finite margins, too."""
+    gradients = []
+    for model in (Margins(), compiled(Margins(), None)):
+        model(torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0]), reduction).backward()
+        gradients.append(model.x.grad.clone())
+    torch.testing.assert_close(*gradients, equal_nan=True)
+    assert gradients[0].isnan().tolist() == [True, True, False, False, False, True]
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
