@@ -116,3 +116,10 @@ def test_under_strategies(strategy):
     model = compiled(Indexing(), strategy)
     losses = train(model, [labels(), labels(CLASSES), labels(-100), labels()], "shifted labels" if strategy == "dp=2" else "in the loop")
     assert [loss == "raises" for loss in losses] == [False, True, False, False]
+
+
+def test_of_this_process_s_part_of_the_batch():
+    """`batch="local"`: what the process gives is checked; operators on the way were noted for the whole batch, and must only move elements."""
+    model = compiled(Indexing(), "dp=2", batch="local")
+    losses = train(model, [labels(), labels(CLASSES), labels(-100), labels()], "shifted labels")
+    assert [loss == "raises" for loss in losses] == [False, True, False, False]
