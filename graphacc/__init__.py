@@ -23,6 +23,7 @@ _PUBLIC = {
     "P": "graphacc.strategy.annotations",
     "Strategy": "graphacc.strategy",
     "GraphAccError": "graphacc.errors",
+    "BatchIndexError": "graphacc.errors",
     "CaptureError": "graphacc.errors",
     "CheckpointError": "graphacc.errors",
     "DistributedError": "graphacc.errors",
@@ -45,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from graphacc.api import compile, mark_sharding, train_step, verify
     from graphacc.checkpoints import load_checkpoint, save_checkpoint
     from graphacc.errors import (
+        BatchIndexError,
         CaptureError,
         CheckpointError,
         DistributedError,

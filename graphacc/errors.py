@@ -36,6 +36,10 @@ class LoopError(GraphAccError):
     """The training loop asks for something that a compiled step cannot give; the message says what to set."""
 
 
+class BatchIndexError(GraphAccError, IndexError):
+    """A label or an index in the batch is out of range; the message names the user's line, the value and the bounds."""
+
+
 class NonFiniteLossError(GraphAccError):
     """The loss of a step is NaN or infinite, and ``nan_loss="stop"`` was set."""
 

@@ -243,6 +243,14 @@ def _smooth_l1_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int,
     return torch.where(difference >= beta, grad, torch.where(difference <= -beta, -grad, inside))
 
 
+@_decomposes(aten.soft_margin_loss_backward.default)
+def _soft_margin_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """As torch's kernel has it, which overflows to NaN where exp does."""
+    z = torch.exp(-target * x)
+    grad = grad / x.numel() if reduction == 1 else grad
+    return -target * z / (1 + z) * grad
+
+
 @_decomposes(aten.rrelu_with_noise_backward.default)
 def _rrelu_backward(grad: Tensor, x: Tensor, noise: Tensor, lower, upper, training: bool, self_is_result: bool) -> Tensor:
     if training and upper - lower > 1e-6:

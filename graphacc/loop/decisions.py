@@ -7,10 +7,11 @@ same operators give the answer for that batch, and another answer asks for anoth
 shape depends on values becomes an input of the program. What depends on parameters or random numbers is not answered.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc._compat.torch_ import without_modes
+from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError
+from graphacc.loop.bounds import Bound, Range, indices_of, moves_elements
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.tape import External, Param
@@ -42,6 +45,7 @@ class Slot:
     """A value that a logged operator gave."""
 
     number: int
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +93,23 @@ class Answering:
 
     def result(self, operations: Sequence[Operation]) -> object:
         """What the last operator gives."""
+        with self._running(operations[:-1]) as env:
+            return operations[-1].run(env, self._resolve)
+
+    def value(self, operations: Sequence[Operation], place: object) -> Tensor:
+        """A tensor: a result of these operators, or one that they start from."""
+        with self._running(operations) as env:
+            return env[place] if isinstance(place, Slot) else typing.cast(Tensor, self._resolve(place))
+
+    @contextlib.contextmanager
+    def _running(self, operations: Sequence[Operation]) -> Iterator[dict[Slot, Tensor]]:
+        """The values of operators, inside of which PyTorch runs."""
         env = {} if any(operation.written for operation in operations) else self._env
         with without_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for operation in operations[:-1]:
+            for operation in operations:
                 if not all(slot in env for slot in operation.results):
                     operation.run(env, self._resolve)
-            return operations[-1].run(env, self._resolve)
+            yield env
 
 
 @dataclasses.dataclass
@@ -111,9 +126,9 @@ class Log:
 class _WithMasks(TorchDispatchMode):
     """A dispatch mode under which `Masks` is on, too."""
 
-    def __init__(self):
+    def __init__(self, masks: "Masks"):
         super().__init__()
-        self._masks = Masks()
+        self._masks = masks
 
     def __enter__(self):
         self._masks.__enter__()
@@ -125,19 +140,20 @@ class _WithMasks(TorchDispatchMode):
 
 
 class Recorder(_WithMasks):
-    """Logs what follows from the batch, and answers reads of it.
+    """Logs what follows from the batch, answers reads of it, and notes the bounds of indices.
 
     Args:
         leaves: (fake tensor, its External or Param) that code inside starts from.
         earlier: logs of the calls before, whose results code inside may read.
-        answering: gives the answers.
+        answering: gives the answers; None where there are none.
         add_input: (a tensor whose shape depends on values) -> (External, fake tensor).
     """
 
-    def __init__(self, leaves: "Iterable[tuple[Tensor, External | Param]]", earlier: Sequence[Log], answering: Answering, add_input: Callable):
-        super().__init__()
+    def __init__(self, leaves: "Iterable[tuple[Tensor, External | Param]]", earlier: Sequence[Log], answering: Answering | None, add_input: Callable):
+        super().__init__(Masks(can_ask=answering is not None, note_one_hot=self._note_one_hot))
         self.log = Log()
         self.reads: list[Read] = []
+        self.bounds: list[Bound] = []
         self._earlier = earlier
         self._answering = answering
         self._add_input = add_input
@@ -158,8 +174,10 @@ class Recorder(_WithMasks):
         places = [self._place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         follows = torch.Tag.nondeterministic_seeded not in func.tags and not any(place is None for place, leaf in zip(places, leaves) if leaf is not None)
         written = frozenset(_memory(leaf) for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor))
-        if follows and decides(func, args, kwargs):
-            return self._answer(func, places, spec)
+        if follows and self._answering is not None and decides(func, args, kwargs):
+            return self._answer(self._answering, func, places, spec)
+        for index, allowed in indices_of(func, args, kwargs):
+            self._note_bound(func._schema.name.removeprefix("aten::"), index, allowed)
         result = func(*args, **kwargs)
         if follows and not written & self._sources:
             self._note(func, places, spec, result, written)
@@ -178,7 +196,7 @@ class Recorder(_WithMasks):
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not tensors:
             return None
-        slots = tuple(Slot(next(_slots)) for _ in tensors)
+        slots = tuple(Slot(next(_slots), tensor.dtype) for tensor in tensors)
         for tensor, slot in zip(tensors, slots):
             self._places[id(tensor)] = self.log.places[id(tensor)] = slot
             self.log.memory[slot] = _memory(tensor)
@@ -186,10 +204,26 @@ class Recorder(_WithMasks):
         self.log.operations.append(Operation(func, tuple(places), spec, slots, written))
         return self.log.operations[-1]
 
-    def _answer(self, func, places: Sequence, spec: pytree.TreeSpec) -> object:
+    def _note_one_hot(self, tensor: Tensor, num_classes: int = -1) -> None:
+        if num_classes > 0:
+            self._note_bound("one_hot", tensor, Range(0, num_classes))
+
+    def _note_bound(self, function: str, index: Tensor, allowed: Range) -> None:
+        place = self._place(index)
+        if not isinstance(index, FakeTensor) or place is None:
+            return
+        operations = tuple(self._needed([place] if isinstance(place, Slot) else []))
+        sources = [place, *(leaf for operation in operations for leaf in operation.leaves)]
+        names = {type(source).__name__ for source in sources}
+        cheap = not any(slot.dtype.is_floating_point for operation in operations for slot in operation.results)
+        every_call = cheap and "External" in names and "Param" not in names
+        source = sources[1 if operations else 0] if all(moves_elements(operation, allowed) for operation in operations) else None
+        self.bounds.append(Bound(operations, place, allowed, function, calling_line(), every_call, source if every_call else None))
+
+    def _answer(self, answering: Answering, func, places: Sequence, spec: pytree.TreeSpec) -> object:
         needed = self._needed([place for place in places if isinstance(place, Slot)])
         question = Operation(func, tuple(places), spec, (), frozenset())
-        found = self._answering.result([*needed, question])
+        found = answering.result([*needed, question])
         leaves, result_spec = pytree.tree_flatten(found)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
             self.reads.append(Read((*needed, question), found, (), result_spec))
@@ -232,7 +266,7 @@ class Answers(_WithMasks):
     """
 
     def __init__(self, reads: Sequence[Read], inputs: "Mapping[External, Tensor]"):
-        super().__init__()
+        super().__init__(Masks())
         self._left = list(reads)
         self._inputs = inputs
 
@@ -252,10 +286,23 @@ class Masks(TorchFunctionMode):
     """Turns functions that take values out of tensors unseen into such that ask for them.
 
     What a mask selects is selected by the indices of its true elements, in forward and backward: only their number depends on values.
+
+    Args:
+        can_ask: whether such questions are answered.
+        note_one_hot: is given the arguments of `one_hot`, which is a comparison when it comes to the operators.
     """
+
+    def __init__(self, can_ask: bool = True, note_one_hot: Callable = lambda tensor, num_classes=-1: None):
+        super().__init__()
+        self._can_ask = can_ask
+        self._note_one_hot = note_one_hot
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.nn.functional.one_hot:
+            self._note_one_hot(*args, **kwargs)
+        if not self._can_ask:
+            return func(*args, **kwargs)
         if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
             numbers = pytree.tree_map_only(Tensor, lambda element: element.item() if element.dim() == 0 else element.tolist(), args[0])
             return func(numbers, *args[1:], **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc.capture import FX, hyperparameters, init_optimizer_state
+from graphacc.capture import FX, objects, hyperparameters, init_optimizer_state
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.randomness import keyed_randomness
@@ -46,6 +46,10 @@ NOT_COMPILED = (CaptureError, LoweringError)
 
 MAX_TEMPLATES = 8
 """Finished recordings that a new one is compared with."""
+
+MAX_READS = 2
+"""Programs that read values of one recording before its backward, each of which computes it from its beginning again; then it goes on by PyTorch's autograd,
+with further calls compiled one by one (the steps of an adaptive solver)."""
 
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
@@ -75,10 +79,11 @@ class ModelCall:
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
     answers: tuple = ()  # that its code got to questions for values of the batch
     path: str = ""  # of the submodule that is called; the model itself
+    form: int = 0  # `Engine.form`
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.state, self.inputs, self.answers, self.path))
+        return hash((self.mode, self.state, self.inputs, self.answers, self.path, self.form))
 
     def __hash__(self) -> int:
         return self._hash
@@ -134,6 +139,7 @@ class Engine:
         self.seed = options.seed  # first word of the random key
         self.counter = 0  # of model calls; second word of the random key
         self.steps = 0
+        self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
         self.updates = 0  # programs so far that changed parameters
         self.lock = threading.RLock()  # held while the state on the devices changes, or is read
         self.tracing = False  # a graph is captured
@@ -241,7 +247,7 @@ class Engine:
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path)
+        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
 
     def _differentiable_arguments(self, args: tuple, kwargs: dict, why: str) -> tuple[tuple, dict]:
         """The arguments as tensors of PyTorch's autograd."""
@@ -274,11 +280,11 @@ class Engine:
             self._run_forward(tape, tape.live(), keep_buffers=True)
             tape.closed = True
             self._remember(tape)
-            result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+            result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         elif as_region:
             self.make_differentiable(tape, "an argument requires a gradient")
             if function.path or tape.region is None or tape.region.num_differentiable <= 1:
-                result, tensors = pytree.tree_map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+                result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         self.guards.write(tensors)
         return result
 
@@ -493,6 +499,19 @@ class Engine:
                 self._discard(tape)
             tape.overwritten, tape.closed, self.tape = handle.name, True, None
 
+    def before_another_form(self, handle: Handle) -> None:
+        """The loop is about to give a parameter another dtype or shape (``model.double()``); optimizers keep the state that they have."""
+        with self.lock:
+            self.before_write(handle)
+            if isinstance(handle.grad, Tape):
+                self.settle_grad(handle)
+            for binding in self.bindings.values():
+                self.fetch_optimizer_state(binding)
+                binding.state_on_device = False
+                if dict.get(binding.optimizer.state, handle.tensor):
+                    binding.by_torch = f"{handle.name!r} has got another dtype or shape than the optimizer's state for it: make the optimizer after that"
+            self.form += 1
+
     def _mode(self) -> tuple:
         if not self._structure.is_current():
             self._follow_replacements()
@@ -525,6 +544,7 @@ class Engine:
             handle.refresh()
         before = self.handles
         self.handles = self.fakes.handles = manage(self, self.model, before)
+        self.form += _forms(before) != _forms(self.handles)
         current = {id(handle) for handle in self.handles.values()}
         for handle in before.values():
             if id(handle) not in current:
@@ -554,7 +574,7 @@ class Engine:
 
     def _discard(self, tape: Tape) -> None:
         """A recording without backward ends: its only effect is on the buffers."""
-        if any(isinstance(call.function, ModelCall) for call in tape.calls) and any(True for _ in self.model.buffers()):
+        if self._writes_buffers(tape):
             self._run_forward(tape, [], keep_buffers=True)
         tape.closed = True
 
@@ -665,7 +685,6 @@ class Engine:
         """``loss.backward()`` was recorded on `tape`."""
         with self.lock:
             self._settle_pending()
-            self._refuse_spent([handle for handle in self.handles.values() if handle.trains])
             tape.outputs = tape.live()
             try:
                 joint = self.fallback.attempt(lambda: self._joint(tape))
@@ -680,12 +699,14 @@ class Engine:
                 if output.kind is not Kind.GRAD:
                     continue
                 handle = self.handles[output.target]
+                tape.grad_values[handle.name] = index = tape.add_value(self.fakes.gradient_of(handle))
+                if handle.grad is SPENT:
+                    continue  # what this adds to is not known; the loop may clear it before it is used, as that of two optimizers in turn does
                 if (own := handle.host_grad) is not None:
                     self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
                     self.accumulated.add(handle.name)
                     handle.host_grad = None
-                index = tape.add_value(self.fakes.gradient_of(handle))
-                tape.grad_values[handle.name] = tape.grad_bindings[handle.name] = index
+                tape.grad_bindings[handle.name] = index
                 handle.grad = tape
             if self.torch_steps:
                 self._force(tape)
@@ -712,14 +733,6 @@ class Engine:
             self._run_grad(tape)
         self._close(tape)
 
-    def _refuse_spent(self, handles: Sequence[Handle]) -> None:
-        spent = [handle.name for handle in handles if handle.grad is SPENT]
-        if spent:
-            raise LoopError(
-                f"backward() after a step without zero_grad(): PyTorch would add to the old gradients, of {spent[0]!r} and "
-                f"{len(spent) - 1} more, which the compiled step consumed; call optimizer.zero_grad() or model.zero_grad() before backward()"
-            )
-
     def read_grad(self, handle: Handle) -> Tensor | None:
         """``parameter.grad``."""
         if handle.grad is SPENT:
@@ -733,7 +746,7 @@ class Engine:
     def settle_grad(self, handle: Handle) -> None:
         """Make ``parameter.grad`` the ordinary tensor that PyTorch would have there."""
         if handle.grad is SPENT:
-            self._refuse_spent([handle])
+            raise _used_again(handle, "reading it")
         if handle.grad is ZERO:
             handle.host_grad = handle.zeros() if handle.host_grad is None else handle.host_grad
             handle.grad = None
@@ -809,7 +822,11 @@ class Engine:
                     "alive until optimizer.step() to have it returned by the step"
                 )
             if tape.backward_at is None:
-                self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
+                tape.num_reads += 1
+                if tape.num_reads > MAX_READS and tape.updates == self.updates:
+                    self.make_differentiable(tape, f"values are read more than {MAX_READS} times before backward(), each after further calls")
+                else:
+                    self._run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
                 return
             log.info("graphacc: a gradient or result is read between backward() and step(), so this step runs in parts")
             self._force(tape)
@@ -895,10 +912,7 @@ class Engine:
                 return False
             for handle in (self.handles[name] for name in binding.names):
                 if handle.grad is SPENT:
-                    raise LoopError(
-                        f"{type(optimizer).__name__}.step() would use the gradient of {handle.name!r} again, which an earlier compiled step consumed: "
-                        "call zero_grad() after every step, and backward() before the next"
-                    )
+                    raise _used_again(handle, f"{type(optimizer).__name__}.step()")
                 if handle.grad is ZERO or (handle.grad is not None and handle.host_grad is not None):
                     self.settle_grad(handle)
             names = tuple(name for name in binding.names if self.handles[name].has_grad)
@@ -928,7 +942,7 @@ class Engine:
             self._force(tape)
             tape = None
         whole = tape is not None and not tape.has_run and not self.accumulated and self.programs.runs_whole_steps and not self.options.keep_gradients
-        if whole and set(names) == set(tape.grad_values):
+        if whole and set(names) == set(tape.grad_bindings):
             self._run_step(tape, binding, names)
         else:
             self._run_update(tape, binding, names)
@@ -1221,6 +1235,19 @@ def _grad_mode(tensor: Tensor) -> object:
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
 
 
+def _forms(handles: Mapping[str, Handle]) -> dict[str, tuple]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: (handle.tensor.dtype, handle.tensor.shape) for name, handle in handles.items()}
+
+
+def _used_again(handle: Handle, what: str) -> LoopError:
+    return LoopError(
+        f"{what} would use the gradient of {handle.name!r} again, which an earlier compiled step consumed, and to which PyTorch would have added those of later "
+        "backwards: call zero_grad() after every step, and backward() before the next, or keep gradients with graphacc.compile(..., keep_gradients=True), "
+        "which takes their memory and runs every step in two programs"
+    )
+
+
 def _explanation(error: Exception) -> str:
     return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
@@ -1231,4 +1258,4 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:
-    return {"optimizer settings": binding.key(), "gradient code": code.key()}
+    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form}

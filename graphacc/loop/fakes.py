@@ -1,7 +1,8 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,15 @@ from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
+from graphacc.capture.source import calling_line
 from graphacc.graph import Kind
 from graphacc.loop.decisions import Recorder
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
+
+log = logging.getLogger("graphacc")
+
+CHECKPOINTED = "torch.utils.checkpoint has no effect on a compiled step: what it is given runs once, and what is kept for the backward is XLA's choice"
 
 
 class Fakes:
@@ -27,6 +33,7 @@ class Fakes:
         self._mode = FakeTensorMode()
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
+        self.checkpointed: str | None = None  # the user's line that calls torch.utils.checkpoint
 
     def of(self, value: "Tensor | Param") -> Tensor:
         """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
@@ -58,9 +65,17 @@ class Fakes:
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
-        branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
+        branches, answers = decided_branches(packed_sequences=packed, checkpointed=self._note_checkpoint), recorder or contextlib.nullcontext()
         with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers:
             return self.model.get_submodule(path)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _note_checkpoint(self) -> Iterator[None]:
+        """A function that is given to torch.utils.checkpoint runs inside; says once that this is not followed."""
+        if self.checkpointed is None:
+            self.checkpointed = calling_line()
+            log.warning("graphacc: %s\n  at %s", CHECKPOINTED, self.checkpointed)
+        yield
 
     def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""

@@ -70,7 +70,7 @@ class _Place:
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
         self.mutable: list[str] = []  # names whose values can change in place
         self._values: tuple = ()
-        self._held: tuple | None = None
+        self._held: _Held | None = None
 
     def note(self, name: str, value: object) -> None:
         """Guard a name, which has `value` now (`MISSING`: none)."""
@@ -85,13 +85,13 @@ class _Place:
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
         self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, (*_CONTAINERS, Tensor))]
-        self._held: tuple | None = None
+        self._held = None
 
     @property
-    def held(self) -> "tuple[_Place, dict[str, Hashable], tuple]":
-        """The place, the snapshots and the values of its names as they were read last."""
+    def held(self) -> "_Held":
+        """Its names as they were read last."""
         if self._held is None:
-            self._held = self, dict(self.names), self._values
+            self._held = _Held(self, dict(self.names), self._values, tuple(_contents(self._values)))
         return self._held
 
     def put(self, name: str, value: object) -> None:
@@ -115,6 +115,36 @@ class _Place:
         found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
         self.names = now
         self._refresh()
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """What the names of a place had when a call read them."""
+
+    place: _Place
+    snapshots: dict[str, Hashable]
+    values: tuple
+    contents: tuple  # (container, copy) of the lists, dicts and sets among the values, and in them
+
+    def differences(self) -> list[tuple[_Place, str, object, object]]:
+        """(place, name, value then, value now) of what is not as it was.
+
+        Raises:
+            LoopError: a tensor, or what a container holds deep inside, was changed in place since.
+        """
+        found = []
+        for (name, before), value in zip(self.snapshots.items(), self.values):
+            present = self.place.table.get(name, MISSING)
+            if present is value and not isinstance(value, (*_CONTAINERS, Tensor)):
+                continue
+            if snapshot(value) != before:
+                raise LoopError(
+                    f"{self.place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
+                    "recorded call is compiled only then: change it before the call or after the step"
+                )
+            if snapshot(present) != before:
+                found.append((self.place, name, value, present))
         return found
 
 
@@ -220,44 +250,28 @@ class Guards:
         finally:
             self.write(before)
 
-    def held(self) -> tuple:
+    def held(self) -> tuple[_Held, ...]:
         """All that was read, as it is now, for `as_held`."""
         return tuple(place.held for place in self._places.values())
 
     @contextlib.contextmanager
-    def as_held(self, held: tuple) -> Iterator[None]:
+    def as_held(self, held: tuple[_Held, ...]) -> Iterator[None]:
         """What was read is inside as it was when `held` was taken; the loop may have changed it since.
 
         Raises:
-            LoopError: a container or tensor was changed in place since.
+            LoopError: see `_Held.differences`.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
-            now = self._differences(held)
-        for place, name, value, _ in now:
-            place.put(name, value)
-        try:
+        with contextlib.ExitStack() as stack:
+            with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
+                for container, content in (pair for each in held for pair in each.contents):
+                    if snapshot(container) != snapshot(content):
+                        stack.callback(_refill, container, _copy(container))
+                        _refill(container, content)
+                now = [difference for each in held for difference in each.differences()]
+            for place, name, value, present in now:
+                stack.callback(place.put, name, present)
+                place.put(name, value)
             yield
-        finally:
-            for place, name, _, present in now:
-                place.put(name, present)
-
-    @staticmethod
-    def _differences(held: tuple) -> list[tuple[_Place, str, object, object]]:
-        """(place, name, value then, value now) of what is not as it was."""
-        found = []
-        for place, snapshots, values in held:
-            for (name, before), value in zip(snapshots.items(), values):
-                present = place.table.get(name, MISSING)
-                if present is value and not isinstance(value, (*_CONTAINERS, Tensor)):
-                    continue
-                if snapshot(value) != before:
-                    raise LoopError(
-                        f"{place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
-                        "recorded call is compiled only then: change it before the call or after the step"
-                    )
-                if snapshot(present) != before:
-                    found.append((place, name, value, present))
-        return found
 
     def write(self, values: Mapping[str, object]) -> None:
         """Set attributes of modules, by label."""
@@ -495,7 +509,7 @@ class Written:
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
-    held: tuple = ()  # the Python state that it has read (`Guards.held`)
+    held: tuple[_Held, ...] = ()  # the Python state that it has read
 
 
 class Structure:
@@ -587,6 +601,19 @@ def is_user_class(cls: type) -> bool:
     module = sys.modules.get(cls.__module__)
     filename = getattr(module, "__file__", None)
     return cls.__module__ == "__main__" or (filename is not None and is_user_file(filename))
+
+
+def _contents(values: Iterable, depth: int = _DEPTH) -> Iterator[tuple[list | dict | set, list | dict | set]]:
+    """(container, copy) of the lists, dicts and sets among values, and in them."""
+    for value in values:
+        if isinstance(value, (list, dict, set)):
+            yield value, _copy(value)
+        if isinstance(value, _CONTAINERS) and depth > 1:
+            yield from _contents(value.values() if isinstance(value, dict) else value, depth - 1)
+
+
+def _copy(container: list | dict | set) -> list | dict | set:
+    return list(container) if isinstance(container, list) else dict(container) if isinstance(container, dict) else set(container)
 
 
 def _refill(container: list | dict | set, content: list | dict | set) -> None:

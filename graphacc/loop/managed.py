@@ -191,6 +191,8 @@ class SpentGradient(Tensor):
             for gradient in spent:
                 gradient.handle.engine.zero_grad(gradient.handle)
             return args[0]
+        if func in _CONVERTING:  # `model.double()` converts gradients, too
+            return None if func == Tensor.data.__set__ else args[0]
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -207,8 +209,12 @@ class SpentGradient(Tensor):
 
 
 _CLEARING = frozenset({Tensor.zero_, torch._foreach_zero_})
+_CONVERTING = frozenset({Tensor.to, Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.data.__set__})
 _METADATA = frozenset(
     {
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        torch._has_compatible_shallow_copy_type,
         Tensor.shape.__get__,
         Tensor.dtype.__get__,
         Tensor.device.__get__,
@@ -240,6 +246,8 @@ class Managed(Tensor):
         kwargs = kwargs or {}
         if func in _GRADIENT:
             return _GRADIENT[func](*args)
+        if func == Tensor.data.__set__ and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
+            handle.engine.before_another_form(handle)
         result = run_function(func, args, kwargs)
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
             result.__class__ = type(args[0])  # what nn.Parameter(parameter) asks of a subclass; it belongs to no model yet
@@ -256,10 +264,14 @@ class Managed(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol):
-        with torch.no_grad():
-            value = self.detach().clone()
-        plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
-        return plain.__reduce_ex__(protocol)
+        return ordinary(self).__reduce_ex__(protocol)
+
+
+def ordinary(tensor: Managed) -> Tensor:
+    """An ordinary tensor or parameter of the same memory, with the current value."""
+    with torch.no_grad():
+        value = tensor.detach()
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 class ManagedParameter(Managed, nn.Parameter):
@@ -358,6 +370,11 @@ def _get_grad(tensor: Tensor) -> Tensor | None:
         return handle.engine.read_grad(handle)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.grad
+
+
+def _form(tensor: Tensor) -> tuple:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.dtype, tensor.shape
 
 
 def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:

@@ -11,6 +11,8 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
+from graphacc.loop.fakes import CHECKPOINTED
+from graphacc.loop.managed import ordinary
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
 from graphacc.strategy.in_force import StrategyInForce
@@ -82,6 +84,8 @@ class CompiledModule(nn.Module):
         eager += [str(use) for use in self._graphacc_engine.regions.values()]
         gone = self._graphacc_engine.programs.num_let_go
         kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
+        line = self._graphacc_engine.fakes.checkpointed
+        kept += [f"{CHECKPOINTED} (at {line})"] if line is not None else []
         reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
         return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)
 
@@ -121,7 +125,8 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return _itself, (copy.deepcopy(self),)
+        own = {id(handle.tensor): ordinary(handle.tensor) for handle in self._graphacc_engine.handles.values()}
+        return _itself, (copy.deepcopy(self, own),)  # of the same memory: a state_dict that is saved beside it takes no space of its own
 
 
 def _itself(model: nn.Module) -> nn.Module:

@@ -11,14 +11,16 @@ import itertools
 import operator
 import typing
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users
+from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
+from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
 from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
@@ -70,6 +72,7 @@ class Call:
     replaces: int | None = None  # the leaf, a number of an earlier step, that it adds to: from now on that is the result
     reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
     log: Log | None = None  # what later calls need to know to ask for values
+    bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
 
     @property
     def externals(self) -> list[int]:
@@ -113,6 +116,7 @@ class Tape:
         self.region: Region | None = None  # that gave them, if it was not PyTorch
         self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
         self.differentiable: set[int] = set()  # externals that do
+        self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
 
@@ -138,6 +142,8 @@ class Tape:
                 call = self._infer(function, refs, spec, leaves, varying) if remembered is None else remembered
             if varying and remembered is None:
                 self._check_like(call, function)
+            if isinstance(call, Call) and call.bounds:
+                self._check_bounds(call.bounds)
         except BaseException as error:
             self._forget(*counts)
             if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python
@@ -290,6 +296,20 @@ class Tape:
         self.external_paths.append(f"derived from the batch #{index}")
         return External(index)
 
+    def _check_bounds(self, bounds: Sequence[Bound]) -> None:
+        """Check indices in the batch.
+
+        Raises:
+            BatchIndexError: one is out of range.
+        """
+        answering = Answering(self._real)
+        for bound in bounds:
+            value = None if bound.source is None else bound.range.violation(self.sources[bound.source.index])
+            if (bound.source is None or value is not None) and not self.engine.programs.local_batch:  # operators were noted with the shapes of the whole batch
+                value = bound.range.violation(answering.value(bound.operations, bound.index))
+            if value is not None:
+                raise bound.error(value)
+
     def _real(self, place: object) -> object:
         """The real tensor of an External or a Param; other values as they are."""
         if isinstance(place, External):
@@ -377,7 +397,13 @@ class Tape:
                 raise
             self._keep_variant(variants, recorder.reads, None, str(error))  # with other answers it may go another way
             raise NotRecorded(str(error)) from error
-        leaves, result_spec = pytree.tree_flatten(result)
+        if recorder is not None:
+            self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
+        leaves, result_spec = objects.flatten(result)
+        if self.engine.is_model(function) and any(isinstance(leaf, Iterator) for leaf in leaves):
+            raise CaptureError(
+                "the model returns an iterator (a generator, map or zip), whose code runs only when the loop reads it: return a list or a tuple of what it gives"
+            )
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if all(leaf is not None and _is_static(leaf) for leaf in leaves):
@@ -400,7 +426,7 @@ class Tape:
             elif not _is_static(leaf):
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
-        reads = () if recorder is None else tuple(recorder.reads)
+        reads, bounds = ((), ()) if recorder is None else (tuple(recorder.reads), _distinct(recorder.bounds))
         call = Call(
             function=self.engine.answered(function, tuple(read.key for read in reads)),
             asked=function,
@@ -415,14 +441,15 @@ class Tape:
             replaces=replaces,
             reads=reads,
             log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
+            bounds=bounds,
         )
         self._keep_variant(variants, reads, call)
         return call
 
     def _recorder(self, leaves: list, args: tuple) -> Recorder | None:
-        """What answers reads of values of the batch; None where the batch that a program gets is not the one that the loop gave."""
+        """What notes bounds of indices in the batch, and answers reads of it unless the batch that a program gets is not the one that the loop gave."""
         engine = self.engine
-        if not engine.answers_reads:
+        if engine.fallback.backend is not FX:
             return None
         numbers = engine.number_inputs(args)
         buffers = [] if any(engine.is_model(call.function) for call in self.calls) else engine.fakes.of_buffers()
@@ -433,7 +460,8 @@ class Tape:
 
         leaves = [(fake, ref) for fake, ref in leaves if id(fake) not in numbers]
         logs = [call.log for call in self.calls if call.log is not None]
-        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, Answering(self._real), add_input)
+        answering = Answering(self._real) if engine.answers_reads else None
+        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, answering, add_input)
 
     def _check_writes(
         self, refs: tuple, given: Sequence, fakes: Sequence, written: Sequence[int], results: Sequence
@@ -530,7 +558,7 @@ class Tape:
             answers = self.engine.answers(call.reads, {External(index): tensor for index, tensor in externals.items()})
             with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers:
                 result = call.function(*args, **kwargs)
-            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in objects.flatten(result)[0] if isinstance(leaf, Tensor)]
             assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
             env.update(zip(call.results, tensors))
 
@@ -609,6 +637,11 @@ def _number_dtype(leaves: Sequence) -> torch.dtype:
         return torch.float64 if any(isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
 
 
+def _distinct(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
+    """Those to be checked in every call, each index once."""
+    return tuple({(bound.index, bound.range): bound for bound in reversed(bounds) if bound.every_call}.values())[::-1]
+
+
 def _same_code(one: Callable, other: Callable) -> bool:
     return one == other or (type(one) is type(other) and hasattr(one, "engine"))
 
@@ -657,8 +690,8 @@ class Opaque:
 
     def __getattr__(self, name: str):
         raise LoopError(
-            f"a compiled model does not return its {self._kind} (asked for .{name}): only tensors in tuples, lists, dicts and registered "
-            "dataclasses come out of a program; call an uncompiled copy, copy.deepcopy(model), to get one"
+            f"a compiled model does not return its {self._kind} (asked for .{name}): only tensors in containers, dataclasses and plain objects of "
+            "your own come out of a program; call an uncompiled copy, copy.deepcopy(model), to get one"
         )
 
     def __repr__(self) -> str:

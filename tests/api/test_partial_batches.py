@@ -118,3 +118,26 @@ def test_microbatches_are_cut_along_the_batch_dims_of_the_user(strategy):
         optimizer.zero_grad()
         expected.append(sum(loss.item() for loss in losses))
     assert_parity(reference, model, expected, train(model, batches, scheduled=False))
+
+
+class SequenceFirstHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.tanh(self.head(x))
+
+
+def test_results_of_microbatches_are_joined_along_the_batch_dim():
+    """[T, B, 2] is joined along dim 1, its mean over T [B, 2] along dim 0, and a number is the mean."""
+    torch.manual_seed(0)
+    reference, x = SequenceFirstHead(), torch.randn(3, 8, 4)
+    model = compiled(copy.deepcopy(reference), "microbatches=4", batch_dims={"model.args[0]": 1})
+    out = model(x)
+    means, loss = out.mean(0), out.square().mean()
+    loss.backward()
+    expected = reference(x)
+    expected.square().mean().backward()
+    for got, want in ((out, expected), (means, expected.mean(0)), (loss, expected.square().mean()), (model.head.weight.grad, reference.head.weight.grad)):
+        torch.testing.assert_close(got.detach() + 0, want.detach())

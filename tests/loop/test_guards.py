@@ -15,11 +15,12 @@ class Scaled(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 2)
         self.count, self.factor, self.factors = 1, 1.0, [1.0]
+        self.table = {"signs": [1.0], "names": {"one"}}
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         self.calls = self.calls + 1
-        out = self.linear(x) * self.factor * self.factors[0]
+        out = self.linear(x) * self.factor * self.factors[0] * self.table["signs"][-1] * len(self.table["names"])
         return out if self.count % 2 else -2 * out
 
 
@@ -35,6 +36,15 @@ def replace_list(model):
     model.factors = [model.factors[0] + 1.0]
 
 
+def change_in_place(model):
+    model.factors[0] += 1.0
+
+
+def change_nested_in_place(model):
+    model.table["signs"].append(-1.5 * model.table["signs"][-1])
+    model.table["names"].add(str(len(model.table["names"])))
+
+
 def several(model):
     model.factor = model.factor * 2
     model.eval()
@@ -42,7 +52,7 @@ def several(model):
 
 
 @pytest.mark.parametrize("with_gradient_of_input", [False, True])
-@pytest.mark.parametrize("change", [count, raise_factor, replace_list, several], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [count, raise_factor, replace_list, change_in_place, change_nested_in_place, several], ids=lambda change: change.__name__)
 def test_a_change_after_the_call_is_for_the_next_call(change, with_gradient_of_input):
     torch.manual_seed(0)
     reference = Scaled()
@@ -62,9 +72,43 @@ def test_a_change_after_the_call_is_for_the_next_call(change, with_gradient_of_i
     assert_parity(reference, model, *losses)
 
 
-def test_a_change_in_place_after_the_call_is_refused():
+def test_a_tensor_that_is_changed_in_place_after_the_call_is_refused():
     model = compiled(Scaled(), None)
+    held = torch.ones(())
+    model.table["names"].add(held)
     loss = model(torch.ones(4, 4)).pow(2).mean()
-    model.factors[0] = 3.0
-    with pytest.raises(graphacc.LoopError, match=r"model\.factors, which the model's forward reads, was changed in place"):
+    held.mul_(3.0)
+    with pytest.raises(graphacc.LoopError, match=r"model\.table, which the model's forward reads, was changed in place"):
         loss.backward()
+
+
+class Kept(nn.Module):
+    """A part that is captured beside one whose hook keeps results."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_list_that_an_observing_hook_fills_between_the_call_and_the_backward():
+    def train(model, steps=3):
+        kept, losses = [], []
+        model.second.register_forward_hook(lambda module, args, out: kept.append(out.detach().mean().item()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            loss = model(x).pow(2).mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses + kept
+
+    torch.manual_seed(0)
+    reference = Kept()
+    model = compiled(copy.deepcopy(reference), None)
+    assert_parity(reference, model, train(reference), train(model), by_pytorch=True)

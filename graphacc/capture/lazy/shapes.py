@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import compiling, decided_branches
+from graphacc.capture import objects
 from graphacc.capture.attention import whole_attention
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.diagnose import explained
@@ -45,7 +46,7 @@ def infer_call(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple, kwa
         own = {name: lazy[id(x)] for name, x in tensors.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: lazy[id(x)], (args, kwargs))
         result = torch.func.functional_call(model, own, args, kwargs)
-    return pytree.tree_map_only(Tensor, lambda x: given[id(x)] if id(x) in given else _described(x, fake), result)
+    return objects.map_only(Tensor, lambda x: given[id(x)] if id(x) in given else _described(x, fake), result)
 
 
 def _placeholder(like: Tensor) -> Tensor:
