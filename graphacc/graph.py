@@ -48,7 +48,7 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
+class MeshShard:
     """One dim of a tensor, read as [outer, size, rest], is split along one mesh axis: a rank holds [outer, 1, rest], flattened.
 
     With `outer` 1 the blocks are contiguous. A fused query-key-value projection that is split by heads has `outer` 3.
@@ -65,7 +65,7 @@ class Codes:
     """A tensor that is kept as the messages of its ranks' parts (`graphacc.ops.quantize`): [size of each shard, ..., bytes]."""
 
     shape: tuple[int, ...]  # of the tensor, global, without padding
-    shards: tuple[Shard, ...]  # of the tensor
+    shards: tuple[MeshShard, ...]  # of the tensor
     bits: int
     block: int
 
@@ -81,7 +81,7 @@ class Input:
     dtype: torch.dtype
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer
     trainable: bool = False  # parameters only: it receives a gradient
-    shards: tuple[Shard, ...] = ()  # major to minor where two axes split the same dim
+    shards: tuple[MeshShard, ...] = ()  # major to minor where two axes split the same dim
     codes: Codes | None = None  # parameters that nothing changes: the program reads codes, which `shape`, `dtype` and `shards` describe
 
 
@@ -93,14 +93,14 @@ class Output:
     target: str
     shape: tuple[int, ...]  # global shape, without padding
     dtype: torch.dtype
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[MeshShard, ...] = ()
 
 
-def local_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...]:
+def local_shape(shape: Iterable[int], shards: Iterable[MeshShard]) -> tuple[int, ...]:
     """The shape of one device's part of a tensor of global `shape`; dims that do not divide are padded up.
 
     Examples:
-        >>> local_shape((10, 4), [Shard(axis="fsdp", size=8, dim=0)])
+        >>> local_shape((10, 4), [MeshShard(axis="fsdp", size=8, dim=0)])
         (2, 4)
     """
     local = list(shape)
@@ -109,7 +109,7 @@ def local_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...
     return tuple(local)
 
 
-def padded_shape(shape: Iterable[int], shards: Iterable[Shard]) -> tuple[int, ...]:
+def padded_shape(shape: Iterable[int], shards: Iterable[MeshShard]) -> tuple[int, ...]:
     """The global shape as it is stored: every sharded dim padded up so that all its blocks are equal (see runtime/layout.py)."""
     shards = tuple(shards)
     padded = list(local_shape(shape, shards))

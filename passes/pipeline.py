@@ -24,7 +24,7 @@ from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_e
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
-from graphacc.passes.partition.placement import REPLICATED, Split
+from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
 from graphacc.passes.partition.regroup import REGROUP_SUMS
 from graphacc.passes.partition.ring import hindrances
@@ -40,7 +40,7 @@ def build_pipeline(
     strategy: Strategy,
     *,
     batch_dims: Mapping[str, int | None],
-    splits: Mapping[str, Split] | None = None,
+    splits: Mapping[str, Shard] | None = None,
     homes: Mapping[str, int] = MappingProxyType({}),
     experts: Collection[str] | None = None,
     frozen: Collection[str] = (),
@@ -108,7 +108,7 @@ def partition_pass(
     return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization, reduce_narrow))
 
 
-def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Split], batch_dims: Mapping[str, int | None]) -> Pass:
+def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Shard], batch_dims: Mapping[str, int | None]) -> Pass:
     """The partition along `tp`, with sequence parallelism if the strategy asks for it."""
 
     def decide(step: StepGraph) -> AxisPlan:
@@ -137,7 +137,7 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
     splits = sequence_inputs(step, strategy.cp, outer, batch_dims)
 
     def decide(step: StepGraph) -> AxisPlan:
-        outputs = {(item.kind, item.target): REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
+        outputs = {(item.kind, item.target): REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
         hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
         for node in step.graph.nodes:
@@ -156,7 +156,7 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
     return axis_pass("cp", strategy.cp, decide, key=key)
 
 
-def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
+def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Shard]:
     """The batch inputs of tokens, [B, T] or [B, T, D] (or [T, B] where the batch is dim 1), and the split of their sequence."""
     splits, sizes = {}, {}
     for item in step.inputs:
@@ -164,7 +164,7 @@ def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Map
             dim = 1 - batch_dims[item.target]
             sizes[item.target] = item.shape[dim]
             if item.shape[dim] % (num_ranks * outer) == 0:
-                splits[item.target] = Split(dim, outer)
+                splits[item.target] = Shard(dim, outer)
     if not splits and any(dim is not None for dim in batch_dims.values()):
         raise StrategyError(
             f"cp={num_ranks} splits the sequence of the batch, but no batch input has a sequence that "
@@ -173,7 +173,7 @@ def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Map
     return splits
 
 
-def sequence_lookups(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
+def sequence_lookups(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Shard]:
     """Tokens that the model makes itself out of the batch (a decoder's shifted labels), split like the batch's."""
     shapes = {
         (item.shape[0], item.shape[1]) for item in step.inputs if item.kind is Kind.BATCH and batch_dims[item.target] == 0 and len(item.shape) == 2
@@ -184,11 +184,11 @@ def sequence_lookups(step: StepGraph, num_ranks: int, outer: int, batch_dims: Ma
         if indices is not None and indices.op == "call_function":
             shape = tuple(indices.meta["val"].shape)
             if shape in shapes and shape[1] % (num_ranks * outer) == 0:
-                found[indices.name] = Split(1, outer)
+                found[indices.name] = Shard(1, outer)
     return found
 
 
-def _with_replicas(step: StepGraph, splits: Mapping[str, Split]) -> dict[str, Split]:
+def _with_replicas(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, Shard]:
     """A replica of a parameter on another pipeline stage is split like the parameter."""
     targets = [item.target for item in step.inputs if item.kind is Kind.PARAM]
     return {**splits, **{target: splits[owner_of(target)] for target in targets if owner_of(target) in splits}}

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from graphacc.graph import Input, Output, StepGraph
 from graphacc.passes.partition import AxisPlan, Move, write
-from graphacc.passes.partition.placement import REPLICATED, Placement, Split
+from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.passes.partition.write import signature
 from graphacc.passes.pipeline import build_pipeline
@@ -75,8 +75,8 @@ class _State:
         """With one axis more, whose program is not written."""
         placements = dict(self.placements)
         for value, name in self.names.items():
-            placement = plan.placements.get(name, REPLICATED)
-            if placement != REPLICATED and not isinstance(placement, tuple):
+            placement = plan.placements.get(name, REPLICATE)
+            if placement != REPLICATE and not isinstance(placement, tuple):
                 placements[value] = {**placements.get(value, {}), plan.axis: placement}
         before = [(move, name, ranks * _ranks(plan, name)) for move, name, ranks in self.moves]
         moves = (*before, *((move, "", 1) for move in plan.moves))
@@ -94,7 +94,7 @@ class _State:
 
 
 def _ranks(plan: AxisPlan, name: str) -> int:
-    return plan.num_ranks if isinstance(plan.placements.get(name), Split) else 1
+    return plan.num_ranks if isinstance(plan.placements.get(name), Shard) else 1
 
 
 class Planner:
@@ -110,13 +110,13 @@ class Planner:
         step: StepGraph,
         *,
         batch_dims: Mapping[str, int | None],
-        splits: Mapping[str, Split] | None = None,
+        splits: Mapping[str, Shard] | None = None,
         experts: Collection[str] | None = None,
     ):
         self.step, self.batch_dims, self.splits, self.experts = step, dict(batch_dims), splits, experts
         self._states: collections.OrderedDict[tuple, _State] = collections.OrderedDict()  # keys of passes -> what they leave
         self._plans: collections.OrderedDict[tuple, AxisPlan] = collections.OrderedDict()
-        self._found: dict[int, Mapping[str, Split]] = {}  # tp -> splits
+        self._found: dict[int, Mapping[str, Shard]] = {}  # tp -> splits
 
     def plan(self, strategy: Strategy) -> StepPlan:
         """The plan of `strategy`; stages of a pipeline and microbatches are not part of it.

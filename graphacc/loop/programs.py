@@ -20,7 +20,7 @@ from graphacc.loop.description import describe, label
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
 from graphacc.passes.partition import PartitionReport
-from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import forced_notes, without_graphs
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
 from graphacc.passes.batch import default_batch_dims, unsplit_note
@@ -271,7 +271,7 @@ class Programs:
                 log.warning("graphacc: %s", text)
         return graph, tuple(without_graphs(report) for report in reports)
 
-    def splits_of(self, graph: StepGraph) -> dict[str, Split]:
+    def splits_of(self, graph: StepGraph) -> dict[str, Shard]:
         """The splits along `tp`: those that were decided with earlier programs, and those of the parameters that are new here."""
         if self.strategy.tp > 1 and any(node.meta["phase"] is Phase.FORWARD for node in graph.graph.nodes if node.op == "call_function"):
             found = find_tensor_parallel(graph, self.strategy.tp, pinned_placements(self.annotations, "tp"))

@@ -2,7 +2,7 @@
 
 An item is an `Input` or an `Output`. Its global array on the devices is the devices' blocks behind one another, each padded with
 zeros at its end. Along most dims that is the tensor itself, with zeros behind it. Along a dim that is split in interleaved blocks
-(`Shard.outer`), or padded within a block of another axis, the tensor's elements stand in the order that `stored_order` gives.
+(`MeshShard.outer`), or padded within a block of another axis, the tensor's elements stand in the order that `stored_order` gives.
 """
 
 import collections
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from graphacc.graph import Input, Output, Shard, padded_shape
+from graphacc.graph import Input, MeshShard, Output, padded_shape
 from graphacc.lowering.dtypes import to_jax
 
 Item = Input | Output
@@ -69,15 +69,15 @@ def extent(index: Index) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def stored_order(size: int, shards: tuple[Shard, ...]) -> np.ndarray | None:
+def stored_order(size: int, shards: tuple[MeshShard, ...]) -> np.ndarray | None:
     """Position in the stored array -> position in the tensor, -1 for padding, of a dim of `size` that `shards` split.
 
     None where the tensor stands at the start of the dim in its own order.
 
     Examples:
-        >>> stored_order(8, (Shard(axis="tp", size=2, dim=0, outer=2),))
+        >>> stored_order(8, (MeshShard(axis="tp", size=2, dim=0, outer=2),))
         array([0, 1, 4, 5, 2, 3, 6, 7])
-        >>> stored_order(8, (Shard(axis="tp", size=2, dim=0),)) is None
+        >>> stored_order(8, (MeshShard(axis="tp", size=2, dim=0),)) is None
         True
     """
     blocks = [np.arange(size)]

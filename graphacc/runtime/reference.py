@@ -27,7 +27,7 @@ from torch import Tensor
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc._compat.torch_ import defining_module, register_group, unregister_group
 from graphacc.errors import GraphAccError
-from graphacc.graph import Shard, StepGraph
+from graphacc.graph import MeshShard, StepGraph
 from graphacc.ops.mesh import split_group, subgroups
 
 Coordinates = dict[str, int]  # axis -> a rank's place on it
@@ -62,7 +62,7 @@ def coordinates(mesh: Mapping[str, int]) -> Iterator[Coordinates]:
         yield dict(zip(mesh, place))
 
 
-def block(x: Tensor, shards: Sequence[Shard], at: Coordinates) -> Tensor:
+def block(x: Tensor, shards: Sequence[MeshShard], at: Coordinates) -> Tensor:
     """The part of global tensor `x` that the rank at `at` holds, padded with zeros where a dim does not divide."""
     for shard in shards:
         size = -(-x.shape[shard.dim] // shard.size)
@@ -73,13 +73,13 @@ def block(x: Tensor, shards: Sequence[Shard], at: Coordinates) -> Tensor:
     return x.contiguous()
 
 
-def join(blocks: Sequence[Tensor], shape: Sequence[int], shards: Sequence[Shard], mesh: Mapping[str, int]) -> Tensor:
+def join(blocks: Sequence[Tensor], shape: Sequence[int], shards: Sequence[MeshShard], mesh: Mapping[str, int]) -> Tensor:
     """The global tensor of `shape` out of every rank's block, in the order of ranks; the inverse of `block`."""
     by_place = {tuple(at.values()): part for at, part in zip(coordinates(mesh), blocks, strict=True)}
     return _join(by_place, dict.fromkeys(mesh, 0), tuple(shape), tuple(shards))
 
 
-def _join(blocks: Mapping[tuple[int, ...], Tensor], at: Coordinates, shape: tuple[int, ...], shards: tuple[Shard, ...]) -> Tensor:
+def _join(blocks: Mapping[tuple[int, ...], Tensor], at: Coordinates, shape: tuple[int, ...], shards: tuple[MeshShard, ...]) -> Tensor:
     if not shards:
         return blocks[tuple(at.values())]
     first, *rest = shards

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.fx
 
-from graphacc.graph import Codes, Input, Kind, Shard, StepGraph
+from graphacc.graph import Codes, Input, Kind, MeshShard, StepGraph
 from graphacc.ops.quantize import message_bytes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.placement import size_bytes
@@ -112,7 +112,7 @@ def _root(value: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node | None]:
 def _as_codes(item: Input, size: int, bits: int, block: int) -> Input:
     """An input of messages, one for each place along the axes that split the weight."""
     sizes = tuple(shard.size for shard in item.shards)
-    shards = tuple(Shard(axis=shard.axis, size=shard.size, dim=dim) for dim, shard in enumerate(item.shards))
+    shards = tuple(MeshShard(axis=shard.axis, size=shard.size, dim=dim) for dim, shard in enumerate(item.shards))
     codes = Codes(shape=item.shape, shards=item.shards, bits=bits, block=block)
     return dataclasses.replace(item, shape=(*sizes, size), dtype=torch.uint8, shards=shards, codes=codes)
 

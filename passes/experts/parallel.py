@@ -16,7 +16,7 @@ from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
-from graphacc.passes.partition.placement import REPLICATED, Placement, Split
+from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.report import PartitionReport
 from graphacc.passes.partition.rules import ExpertParallel
 from graphacc.passes.runner import Pass
@@ -75,7 +75,7 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
         _check_routing(step, strategy.ep)
         inputs = {item.name: split for item in step.inputs if (split := _split_of(step, item, experts, batch_dims)) is not None}
         outputs: dict[tuple[Kind, str], Placement] = {
-            (item.kind, item.target): _split_of(step, item, experts, batch_dims) or REPLICATED
+            (item.kind, item.target): _split_of(step, item, experts, batch_dims) or REPLICATE
             for item in step.outputs
             if item.kind is Kind.GRAD
         }
@@ -122,10 +122,10 @@ def _check_routing(step: StepGraph, num_ranks: int) -> None:
         )
 
 
-def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Split | None:
+def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Shard | None:
     if item.kind is Kind.BATCH:
         dim = batch_dims[item.target]
-        return None if dim is None else Split(dim)
+        return None if dim is None else Shard(dim)
     owner = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
     if item.kind not in (Kind.PARAM, Kind.GRAD, Kind.STATE) or owner not in experts:
         return None
@@ -133,7 +133,7 @@ def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], b
         shapes = {other.target: other.shape for other in step.inputs if other.kind is Kind.PARAM}
         if item.shape != shapes.get(owner, item.shape) or not item.shape:
             return None
-    return Split(0)
+    return Shard(0)
 
 
 def _note_dropped(step: StepGraph, report: PartitionReport, strategy: Strategy) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Input, Kind, Output, Shard, local_shape
+from graphacc.graph import Input, Kind, MeshShard, Output, local_shape
 from graphacc.hlo import HloStep
 from graphacc.passes.batch import check_batch, split_axes
 from graphacc.strategy.annotations import P
@@ -72,7 +72,7 @@ class _Layout:
         self.axes = split_axes(step, strategy, batch_dims)
         self.batch = _batch(step, batch_dims)
 
-    def shards(self, item: Item) -> tuple[Shard, ...]:
+    def shards(self, item: Item) -> tuple[MeshShard, ...]:
         if item.kind is Kind.BATCH:
             dim = self.batch_dims[item.target]
             return () if dim is None else self._data(item.target, dim)
@@ -83,11 +83,11 @@ class _Layout:
             return self._state(item)
         return ()
 
-    def _data(self, target: str, dim: int) -> tuple[Shard, ...]:
+    def _data(self, target: str, dim: int) -> tuple[MeshShard, ...]:
         axes = [axis for axis in AXES if axis in self.axes[target]]
-        return tuple(Shard(axis=axis, size=getattr(self.strategy, axis), dim=dim) for axis in axes)
+        return tuple(MeshShard(axis=axis, size=getattr(self.strategy, axis), dim=dim) for axis in axes)
 
-    def _state(self, item: Item) -> tuple[Shard, ...]:
+    def _state(self, item: Item) -> tuple[MeshShard, ...]:
         name = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
         owner = self.owners.get(name)
         if owner is None or owner.shape != item.shape:
@@ -97,19 +97,19 @@ class _Layout:
             return shards
         return shards + _split(item.shape, shards, self.strategy.fsdp)
 
-    def _annotated(self, name: str) -> tuple[Shard, ...]:
+    def _annotated(self, name: str) -> tuple[MeshShard, ...]:
         axes = enumerate(self.annotations.get(name, ()))
-        return tuple(Shard(axis=axis, size=size, dim=dim) for dim, axis in axes if axis and (size := getattr(self.strategy, axis)) > 1)
+        return tuple(MeshShard(axis=axis, size=size, dim=dim) for dim, axis in axes if axis and (size := getattr(self.strategy, axis)) > 1)
 
 
-def _split(shape: tuple[int, ...], shards: tuple[Shard, ...], num_ranks: int) -> tuple[Shard, ...]:
+def _split(shape: tuple[int, ...], shards: tuple[MeshShard, ...], num_ranks: int) -> tuple[MeshShard, ...]:
     """A further split along ``fsdp``: dim 0 if it divides, else the largest dim that does; none if no dim does."""
     local = local_shape(shape, shards)
     fitting = [dim for dim, size in enumerate(local) if size and size % num_ranks == 0]
     if not fitting:
         return ()
     dim = 0 if fitting[0] == 0 else max(fitting, key=lambda dim: local[dim])
-    return (Shard(axis="fsdp", size=num_ranks, dim=dim),)
+    return (MeshShard(axis="fsdp", size=num_ranks, dim=dim),)
 
 
 def _batch(step: HloStep, batch_dims: Mapping[str, int | None]) -> Input | None:

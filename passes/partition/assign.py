@@ -31,7 +31,7 @@ from graphacc.passes.partition.choose import choose, exchanges, plan_for_result
 from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.partition.create import creation_plan
 from graphacc.passes.partition.emit import Emitter
-from graphacc.passes.partition.placement import REPLICATED, Order, Partial, Placement, Replicated, Split, local_shape, size_bytes
+from graphacc.passes.partition.placement import REPLICATE, Order, Partial, Placement, Replicate, Shard, local_shape, size_bytes
 from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
 from graphacc.passes.partition.rules import READS_NODES, Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
 
@@ -57,7 +57,7 @@ _DEFERS = (
     aten.sub.Tensor,
 )
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
-Layout = Callable[[tuple[int, ...]], Split | None]  # the optimizer's layout for tensors of a shape
+Layout = Callable[[tuple[int, ...]], Shard | None]  # the optimizer's layout for tensors of a shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ModelParallel:
         gathers_sequences: products gather what `resolve` split, so that such gathers are meant.
     """
 
-    resolve: Callable[[tuple[int, ...]], Split | None]
+    resolve: Callable[[tuple[int, ...]], Shard | None]
     gathers_sequences: bool = False
 
 
@@ -154,11 +154,11 @@ class Assigner:
     # Inputs and outputs
 
     def _place_input(self, node: torch.fx.Node, item: Input) -> None:
-        placement = self.inputs.get(item.name, REPLICATED)
+        placement = self.inputs.get(item.name, REPLICATE)
         shape = local_shape(tuple(node.meta["val"].shape), placement, self.num_ranks)
         self.node = node
         self._keep(node, placement, self._act((), lambda build: build.placeholder(node, shape), placement))
-        if item.kind is Kind.PARAM and isinstance(placement, Split) and self.experts is None:
+        if item.kind is Kind.PARAM and isinstance(placement, Shard) and self.experts is None:
             self.weights.add(node)
 
     def _place_outputs(self) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
@@ -168,7 +168,7 @@ class Assigner:
             placement = self._output_placement(node, item, replaced)
             self.node, home = node, self.home[node]
             forced = ""
-            if item.kind is Kind.USER and isinstance(home, Split) and placement == REPLICATED:
+            if item.kind is Kind.USER and isinstance(home, Shard) and placement == REPLICATE:
                 forced = "a result of the user's is split in blocks that a layout cannot name"
             results.append(self.value(node, placement, forced))
             outputs.append(placement)
@@ -181,8 +181,8 @@ class Assigner:
         if key in replaced:
             return replaced[key]
         home = self.home[node]
-        keep = item.kind is Kind.USER and isinstance(home, Split) and home.order is None
-        return home if keep else REPLICATED
+        keep = item.kind is Kind.USER and isinstance(home, Shard) and home.order is None
+        return home if keep else REPLICATE
 
     # Nodes
 
@@ -210,7 +210,7 @@ class Assigner:
             return
         for operand in partial:
             split = self.model.resolve(tuple(operand.meta["val"].shape)) if self.home[operand].op == "sum" else None
-            to = REPLICATED if split is None else split
+            to = REPLICATE if split is None else split
             self.value(operand, to)
             self.home[operand] = to
 
@@ -258,7 +258,7 @@ class Assigner:
         widens = cast.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
         if widens and not self.reduce_narrow:
             return
-        placement = self.grads.get(gradient) or self.layout(tuple(gradient.meta["val"].shape)) or REPLICATED
+        placement = self.grads.get(gradient) or self.layout(tuple(gradient.meta["val"].shape)) or REPLICATE
         self.value(node, placement)
         self.home[node] = placement
 
@@ -287,8 +287,8 @@ class Assigner:
         if self.model is not None:
             return home
         if operand in self.weights and user.target not in _CASTS:
-            return REPLICATED
-        return REPLICATED if isinstance(home, Partial) and (operand, REPLICATED) in self.copies else home
+            return REPLICATE
+        return REPLICATE if isinstance(home, Partial) and (operand, REPLICATE) in self.copies else home
 
     def _in_update(self, operand: torch.fx.Node, home: Placement) -> Placement:
         enters = (
@@ -301,11 +301,11 @@ class Assigner:
             if layout is not None:
                 return layout
             if self.model is not None and (tuple(operand.meta["val"].shape), home) not in self.kept:
-                return REPLICATED
-        elif isinstance(home, Split) and (operand, REPLICATED) in self.copies:
-            return REPLICATED
-        if isinstance(home, Partial) and (enters or (operand, REPLICATED) in self.copies):
-            return REPLICATED
+                return REPLICATE
+        elif isinstance(home, Shard) and (operand, REPLICATE) in self.copies:
+            return REPLICATE
+        if isinstance(home, Partial) and (enters or (operand, REPLICATE) in self.copies):
+            return REPLICATE
         return home
 
     def _plan(self, call: Call) -> Plan:
@@ -341,7 +341,7 @@ class Assigner:
             return plan
         counts_sums = self.model is not None and call.phase is Phase.BACKWARD
         pin = self.pins.get(call.node.name)
-        pinned = plan_for_result(call, plan, pin) if isinstance(pin, Split) else None
+        pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None
         return choose(call, plan, counts_sums=counts_sums) if pinned is None else pinned
 
     def _apply(self, call: Call, plan: Plan) -> None:
@@ -361,7 +361,7 @@ class Assigner:
         values = []
         for operand, required in zip(call.operands, plan.operands):
             forced = ""
-            if isinstance(operand.placement, Split) and required not in (None, operand.placement) and not meant:
+            if isinstance(operand.placement, Shard) and required not in (None, operand.placement) and not meant:
                 forced = plan.reason or "operands are split along different dims"
             values.append(self.value(operand.node, operand.placement if required is None else required, forced))
         single = not isinstance(call.node.meta["val"], (tuple, list))
@@ -449,16 +449,16 @@ class Assigner:
         if self._gathers_again(node, to):
             return self._gathered_again(node)
         if (node, to) not in self.copies:
-            whole = (node, REPLICATED) in self.copies
-            self.copies[node, to] = self._convert(node, REPLICATED if whole else self.home[node], to, forced)
+            whole = (node, REPLICATE) in self.copies
+            self.copies[node, to] = self._convert(node, REPLICATE if whole else self.home[node], to, forced)
             self.made.setdefault(node, []).append(to)
         return self.copies[node, to]
 
     def _gathers_again(self, node: torch.fx.Node, to: Placement) -> bool:
         """Backward reads a whole activation of the forward that is kept split (sequence parallelism)."""
-        if self.model is None or to != REPLICATED or self.node.meta["phase"] is not Phase.BACKWARD:
+        if self.model is None or to != REPLICATE or self.node.meta["phase"] is not Phase.BACKWARD:
             return False
-        split = isinstance(self.home[node], Split) and node not in self.weights
+        split = isinstance(self.home[node], Shard) and node not in self.weights
         return split and node.meta["phase"] is Phase.FORWARD and self.home[node] == self.model.resolve(tuple(node.meta["val"].shape))
 
     def _gathered_again(self, node: torch.fx.Node) -> int:
@@ -474,52 +474,52 @@ class Assigner:
             self.copies[key] = self._all_gather(node, local, home, "")
         return self.copies[key]
 
-    def _all_gather(self, node: torch.fx.Node, local: int, split: Split, forced: str) -> int:
+    def _all_gather(self, node: torch.fx.Node, local: int, split: Shard, forced: str) -> int:
         shape = tuple(node.meta["val"].shape)
-        self._move(node, "all_gather", split, REPLICATED, _padded_bytes(node, split), forced)
+        self._move(node, "all_gather", split, REPLICATE, _padded_bytes(node, split), forced)
         return self._act((local,), lambda build, x: build.all_gather(x, split, shape))
 
     def _convert(self, node: torch.fx.Node, source: Placement, to: Placement, forced: str = "") -> int:
-        new, size = self.copies[node, source], _padded_bytes(node, REPLICATED)
+        new, size = self.copies[node, source], _padded_bytes(node, REPLICATE)
         match source, to:
-            case Split(order=Order()), _:
+            case Shard(order=Order()), _:
                 return self._unsorted(node, source, to, forced)
-            case Replicated(), Split(order=Order()):
+            case Replicate(), Shard(order=Order()):
                 made = self._local_part(node, to)
                 return self._sorted(node, new, to) if made is None else made
-            case _, Split(order=Order()):
-                self.value(node, REPLICATED, forced)
-                return self._convert(node, REPLICATED, to)
-            case Replicated(), Split():
+            case _, Shard(order=Order()):
+                self.value(node, REPLICATE, forced)
+                return self._convert(node, REPLICATE, to)
+            case Replicate(), Shard():
                 made = self._local_part(node, to)
                 if made is not None:
                     return made
                 self._move(node, "shard", source, to, _padded_bytes(node, to))
                 return self._act((new,), lambda build, x: build.shard(x, to))
-            case Replicated(), Partial():
+            case Replicate(), Partial():
                 return new if to.op != "sum" or is_zero(node) else self._act((new,), lambda build, x: build.on_first_rank(x))
-            case Split(), Replicated() if node.target is aten.permute.default and self._shares_gather(node):
-                whole = self.value(node.args[0], REPLICATED, forced)
+            case Shard(), Replicate() if node.target is aten.permute.default and self._shares_gather(node):
+                whole = self.value(node.args[0], REPLICATE, forced)
                 return self._act((whole,), lambda build, x: build.call(aten.permute.default, x, node.args[1]))
-            case Split(), Replicated():
+            case Shard(), Replicate():
                 return self._all_gather(node, new, source, forced)
-            case Partial(), Replicated():
+            case Partial(), Replicate():
                 self._move(node, "all_reduce", source, to, size, forced)
                 return self._act((new,), lambda build, x: build.all_reduce(x, source.op))
-            case Partial("sum"), Split():
+            case Partial("sum"), Shard():
                 self._move(node, "reduce_scatter", source, to, _padded_bytes(node, to), forced)
                 return self._act((new,), lambda build, x: build.reduce_scatter(x, to))
-            case Split(), Split() if exchanges(source, to):
+            case Shard(), Shard() if exchanges(source, to):
                 self._move(node, "all_to_all", source, to, size // self.num_ranks, forced)
                 return self._act((new,), lambda build, x: build.all_to_all(x, source, to))
             case _:
-                self.value(node, REPLICATED, forced)
-                return self._convert(node, REPLICATED, to)
+                self.value(node, REPLICATE, forced)
+                return self._convert(node, REPLICATE, to)
 
-    def _unsorted(self, node: torch.fx.Node, source: Split, to: Placement, forced: str) -> int:
+    def _unsorted(self, node: torch.fx.Node, source: Shard, to: Placement, forced: str) -> int:
         """Rows that the ranks have sorted, made whole in the tensor's order, then placed as `to`."""
         order, split = source.order, self.home[source.order.ids]
-        if order.kind != "sorted" or not isinstance(split, Split) or not split.plain:
+        if order.kind != "sorted" or not isinstance(split, Shard) or not split.plain:
             raise GraphError(
                 f"partition along {self.axis}: {node.name!r} ({node.target}), read by {self.node.name!r} ({self.node.target}), is sorted in "
                 f"the order in which ranks of another axis exchanged its rows, which this axis cannot undo: an operator between the routing to "
@@ -532,24 +532,24 @@ class Assigner:
             whole = build.all_gather(rows, split, (*ids.meta["val"].shape, *rows.meta["val"].shape[dims:]))
             return build.to_front(build.call(torch.ops.graphacc.sort_rows.default, whole, whole_ids), source.dim)
 
-        inputs = self.copies[node, source], self.value(ids, split), self.value(ids, REPLICATED)
-        places = (node, source), (ids, split), (ids, REPLICATED)
+        inputs = self.copies[node, source], self.value(ids, split), self.value(ids, REPLICATE)
+        places = (node, source), (ids, split), (ids, REPLICATE)
         self._note_rows(places, unsort, "unsorted", ids, node, forced)
-        self.copies[node, REPLICATED] = self._act(inputs, unsort)
-        return self.copies[node, REPLICATED] if to == REPLICATED else self._convert(node, REPLICATED, to)
+        self.copies[node, REPLICATE] = self._act(inputs, unsort)
+        return self.copies[node, REPLICATE] if to == REPLICATE else self._convert(node, REPLICATE, to)
 
-    def _sorted(self, node: torch.fx.Node, whole: int, to: Split) -> int:
+    def _sorted(self, node: torch.fx.Node, whole: int, to: Shard) -> int:
         """The rank's part of a whole tensor whose dim `to.dim` is to be ordered as the ranks have sorted other rows."""
         ids, split = to.order.ids, self.home[to.order.ids]
-        if to.order.kind != "sorted" or not isinstance(split, Split):
+        if to.order.kind != "sorted" or not isinstance(split, Shard):
             raise GraphError(f"partition along {self.axis}: {self.node.name!r} ({self.node.target}) mixes exchanged rows with others")
 
         def sort(build: Emitter, rows: torch.fx.Node, whole_ids: torch.fx.Node, local: torch.fx.Node) -> torch.fx.Node:
             rows = build.call(torch.ops.graphacc.unsort_rows.default, build.to_front(rows, to.dim), whole_ids)
             return build.to_front(routing.sort(build, self.experts, ids, local, build.shard(rows, split)), to.dim)
 
-        inputs = whole, self.value(ids, REPLICATED), self.value(ids, split)
-        places = (node, REPLICATED), (ids, REPLICATED), (ids, split)
+        inputs = whole, self.value(ids, REPLICATE), self.value(ids, split)
+        places = (node, REPLICATE), (ids, REPLICATE), (ids, split)
         self._note_rows(places, sort, "sorted", ids, node, "")
         return self._act(inputs, sort)
 
@@ -568,7 +568,7 @@ class Assigner:
             return True
         return self.model is not None and node.meta["phase"] is node.args[0].meta["phase"]
 
-    def _local_part(self, node: torch.fx.Node, split: Split) -> int | None:
+    def _local_part(self, node: torch.fx.Node, split: Shard) -> int | None:
         """One rank's part of a replicated value made afresh, where that is possible."""
         plan = creation_plan(node, split, lambda inner: self._call(inner, lambda operand, _: self._whole(operand)))
         if plan is None:
@@ -581,7 +581,7 @@ class Assigner:
             self.node = before
 
     def _whole(self, node: torch.fx.Node) -> Placement:
-        return REPLICATED if (node, REPLICATED) in self.copies else self.home[node]
+        return REPLICATE if (node, REPLICATE) in self.copies else self.home[node]
 
 
 def enters_update(node: torch.fx.Node) -> bool:
@@ -593,7 +593,7 @@ def _padded_bytes(node: torch.fx.Node, placement: Placement) -> int:
     """Bytes of the whole tensor, with the padding of its split dim."""
     value = node.meta["val"]
     shape = list(value.shape)
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         shape[placement.dim] += placement.padding
     return size_bytes(tuple(shape), value.dtype)
 

@@ -12,7 +12,7 @@ import torch
 
 from graphacc.graph import Phase
 from graphacc.passes.partition.constants import is_zero
-from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, divides, size_bytes
+from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Replicate, Shard, divides, size_bytes
 from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
 
@@ -29,7 +29,7 @@ def choose(call: Call, dims: Dims, *, counts_sums: bool = False) -> Plan:
     return min(plans, key=lambda plan: _cost(call, plan) + (_sum_cost(call, plan) if counts_sums else 0))
 
 
-def plan_for_result(call: Call, dims: Dims, split: Split) -> Plan | None:
+def plan_for_result(call: Call, dims: Dims, split: Shard) -> Plan | None:
     """The plan that gives result 0 the placement `split`, whatever the operands are, or None if there is none."""
     label = dims.results[0][split.dim]
     return None if label is None else _split_plan(call, dims, label, split)
@@ -39,15 +39,15 @@ def _split_plans(call: Call, dims: Dims) -> list[Plan]:
     found: dict[tuple, Plan | None] = {}
     for operand in call.operands:
         split = operand.placement
-        if isinstance(split, Split) and (label := dims.labels(operand)[split.dim]) is not None:
+        if isinstance(split, Shard) and (label := dims.labels(operand)[split.dim]) is not None:
             key = (label, split.outer, split.padding, split.order)
             if key not in found:
                 found[key] = _split_plan(call, dims, label, split)
-    found |= {label: _split_plan(call, dims, label, Split(0)) for label in dims.offers}
+    found |= {label: _split_plan(call, dims, label, Shard(0)) for label in dims.offers}
     return [plan for plan in found.values() if plan is not None]
 
 
-def _split_plan(call: Call, dims: Dims, label: Label, like: Split) -> Plan | None:
+def _split_plan(call: Call, dims: Dims, label: Label, like: Shard) -> Plan | None:
     """Every operand and result with `label` is split along it as `like`; None if that cannot be."""
     reduces = not all(value is None or label in labels for value, labels in zip(call.results, dims.results))
     if reduces and label not in dims.reduce:
@@ -62,7 +62,7 @@ def _split_plan(call: Call, dims: Dims, label: Label, like: Split) -> Plan | Non
         () if value is None else tuple(value.shape) for value in call.results
     ]
     for shape, placement in zip(shapes, (*required, *results)):
-        if shape and isinstance(placement, Split) and not divides(shape, placement, call.num_ranks):
+        if shape and isinstance(placement, Shard) and not divides(shape, placement, call.num_ranks):
             return None
     sets = {} if dims.size is None else {dims.size: call.local(call.results[0].shape, results[0])}
     emit = dims.emit.get(label)
@@ -92,17 +92,17 @@ def _without_padding(call: Call, dims: Dims, label: Label, emit: Emit | None) ->
     return Communicating(run) if isinstance(emit, Communicating) else run
 
 
-def _place(name: str, labels, label: Label, like: Split, dims: Dims, reduces: bool) -> Placement:
+def _place(name: str, labels, label: Label, like: Shard, dims: Dims, reduces: bool) -> Placement:
     if label in labels:
         return dataclasses.replace(like, dim=list(labels).index(label))
-    return Partial(dims.reduce[label]) if reduces and name in dims.once else REPLICATED
+    return Partial(dims.reduce[label]) if reduces and name in dims.once else REPLICATE
 
 
-def _place_result(labels, label: Label, like: Split, dims: Dims) -> Placement:
+def _place_result(labels, label: Label, like: Shard, dims: Dims) -> Placement:
     if label in labels:
         return dataclasses.replace(like, dim=list(labels).index(label))
     op = dims.reduce[label]
-    return REPLICATED if op is None else Partial(op)
+    return REPLICATE if op is None else Partial(op)
 
 
 def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
@@ -113,7 +113,7 @@ def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
         members = [operand for operand in call.operands if operand.name in group]
         common = _common_partial(members, dims.moves) if {operand.name for operand in members} == set(group) else None
         if common is not None and all(_passes(call, operand, value) for operand in members for value in call.results):
-            required = tuple(common if operand in members else REPLICATED for operand in call.operands)
+            required = tuple(common if operand in members else REPLICATE for operand in call.operands)
             plans.append(Plan(required, common))
     return plans
 
@@ -121,7 +121,7 @@ def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
 def _common_partial(operands: list[Operand], any_op: bool) -> Partial | None:
     """The partial placement of all operands; zeros count as a partial sum, too."""
     placements = {
-        operand.placement for operand in operands if not (isinstance(operand.placement, Replicated) and is_zero(operand.node))
+        operand.placement for operand in operands if not (isinstance(operand.placement, Replicate) and is_zero(operand.node))
     }
     if len(placements) != 1:
         return None
@@ -170,16 +170,16 @@ def redistribution_bytes(operand: Operand, to: Placement | None, num_ranks: int)
     """Bytes that a rank receives to bring `operand` to `to`, about."""
     size = size_bytes(operand.shape, operand.dtype)
     match operand.placement, to:
-        case (_, None) | (Replicated(), _):
+        case (_, None) | (Replicate(), _):
             return 0
-        case Partial(), Replicated():
+        case Partial(), Replicate():
             return 2 * size
-        case Split() as source, Split() as target if source != target and exchanges(source, target):
+        case Shard() as source, Shard() as target if source != target and exchanges(source, target):
             return size // num_ranks
         case source, target:
             return 0 if source == target else size
 
 
-def exchanges(source: Split, target: Split) -> bool:
+def exchanges(source: Shard, target: Shard) -> bool:
     """Whether an all-to-all brings one split to another."""
     return source.dim != target.dim and source.plain and target.plain

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from graphacc.passes.partition.choose import plan_for_result
-from graphacc.passes.partition.placement import REPLICATED, Split, view_split
+from graphacc.passes.partition.placement import REPLICATE, Shard, view_split
 from graphacc.passes.partition.rules import Call, Dims, Plan, find_rule
 
 aten, random, prims = torch.ops.aten, torch.ops.graphacc, torch.ops.prims
@@ -30,7 +30,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.default)
 
 
-def creation_plan(node: torch.fx.Node, split: Split, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:
+def creation_plan(node: torch.fx.Node, split: Shard, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:
     """How to make one rank's part of `node` afresh; None if it has to be cut out of the whole."""
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta["val"], torch.Tensor):
         return None  # an input, or one result of several
@@ -39,12 +39,12 @@ def creation_plan(node: torch.fx.Node, split: Split, call_of: Callable[[torch.fx
     if plan is None:
         return None
     for operand, required in zip(call.operands, plan.operands):
-        if isinstance(required, Split) and creation_plan(operand.node, required, call_of) is None:
+        if isinstance(required, Shard) and creation_plan(operand.node, required, call_of) is None:
             return None
     return plan
 
 
-def _plan(call: Call, split: Split) -> Plan | None:
+def _plan(call: Call, split: Shard) -> Plan | None:
     target, shape = call.node.target, tuple(call.results[0].shape)
     if target in _FILLED:
         return Plan((None,) * len(call.operands), split, {"size": call.local(shape, split)})
@@ -60,13 +60,13 @@ def _plan(call: Call, split: Split) -> Plan | None:
     if (
         isinstance(dims, Dims)
         and (dims.pads or target in _EXPANDS)
-        and all(operand.placement == REPLICATED for operand in call.operands)
+        and all(operand.placement == REPLICATE for operand in call.operands)
     ):
         return plan_for_result(call, dims, split)
     return None
 
 
-def _arange_plan(call: Call, split: Split) -> Plan | None:
+def _arange_plan(call: Call, split: Shard) -> Plan | None:
     """A rank's block of a running index starts at its own place."""
     if split.outer > 1 or not split.plain or not call.results[0].dtype.is_signed or call.results[0].dtype.is_floating_point:
         return None
@@ -83,7 +83,7 @@ def _arange_plan(call: Call, split: Split) -> Plan | None:
     return Plan((), split, emit=emit)
 
 
-def _random_plan(call: Call, split: Split) -> Plan | None:
+def _random_plan(call: Call, split: Shard) -> Plan | None:
     """Draw the block only. A dim read as [outer, ranks, rest] is drawn with its outer part as a dim of its own."""
     if not split.plain:
         return None
@@ -105,4 +105,4 @@ def _random_plan(call: Call, split: Split) -> Plan | None:
         drawn = build.call(call.node.target, key, stream, block, whole, start)
         return drawn if block == local else build.call(aten.view.default, drawn, local)
 
-    return Plan((REPLICATED,) * len(call.operands), split, emit=emit)
+    return Plan((REPLICATE,) * len(call.operands), split, emit=emit)

@@ -9,7 +9,7 @@ import torch.fx
 
 from graphacc._compat.torch_ import fake_mode
 from graphacc.passes.edit import infer
-from graphacc.passes.partition.placement import Split, local_shape, size_bytes
+from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
@@ -94,7 +94,7 @@ class Emitter:
     def all_reduce(self, x: torch.fx.Node, op: str) -> torch.fx.Node:
         return self._collective("all_reduce", _size(x), collective.all_reduce.default, x, op, self.axis)
 
-    def all_gather(self, x: torch.fx.Node, split: Split, shape: tuple[int, ...]) -> torch.fx.Node:
+    def all_gather(self, x: torch.fx.Node, split: Shard, shape: tuple[int, ...]) -> torch.fx.Node:
         """The whole tensor, of global `shape`, out of every rank's part."""
         gathered = self._collective(
             "all_gather", _size(x) * self.num_ranks, collective.all_gather_into_tensor.default, x, self.num_ranks, self.axis
@@ -110,10 +110,10 @@ class Emitter:
             gathered = self._contiguous(self.call(aten.slice.Tensor, gathered, split.dim, 0, shape[split.dim]))
         return gathered
 
-    def reduce_scatter(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+    def reduce_scatter(self, x: torch.fx.Node, split: Shard) -> torch.fx.Node:
         """This rank's part of the sum of all ranks' tensors."""
         x = self.pad(x, split)
-        local = local_shape(_shape(x), Split(split.dim, split.outer), self.num_ranks)
+        local = local_shape(_shape(x), Shard(split.dim, split.outer), self.num_ranks)
         if split.dim or split.outer > 1:
             before, outer, rest, after = _blocks(local, split)
             x = self.call(aten.view.default, self._contiguous(x), [before, outer, self.num_ranks, rest, after])
@@ -123,7 +123,7 @@ class Emitter:
             "reduce_scatter", _size(x), collective.reduce_scatter_tensor.default, x, "sum", self.num_ranks, self.axis
         )
 
-    def all_to_all(self, x: torch.fx.Node, source: Split, to: Split) -> torch.fx.Node:
+    def all_to_all(self, x: torch.fx.Node, source: Shard, to: Shard) -> torch.fx.Node:
         """From one dim split to another: every rank sends each other rank its block of dim `to` and joins the blocks of dim `source`.
 
         The ranks' blocks stand in front, in a dim of their own, so that a split along another axis passes through.
@@ -157,10 +157,10 @@ class Emitter:
 
     # Parts of a replicated tensor
 
-    def shard(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+    def shard(self, x: torch.fx.Node, split: Shard) -> torch.fx.Node:
         return self.call(mesh.shard.default, self.pad(x, split), split.dim, split.outer, self.num_ranks, self.axis)
 
-    def pad(self, x: torch.fx.Node, split: Split) -> torch.fx.Node:
+    def pad(self, x: torch.fx.Node, split: Shard) -> torch.fx.Node:
         """`x` with zeros behind the end of the split dim, as many as make it divide."""
         if not split.padding:
             return x
@@ -214,7 +214,7 @@ def _size(x: torch.fx.Node) -> int:
     return size_bytes(_shape(x), x.meta["val"].dtype)
 
 
-def _blocks(local: tuple[int, ...], split: Split) -> tuple[int, int, int, int]:
+def _blocks(local: tuple[int, ...], split: Shard) -> tuple[int, int, int, int]:
     """Sizes of a local shape read as [before, outer, rest, after] around the split dim."""
     return (
         math.prod(local[: split.dim]),

@@ -1,6 +1,6 @@
 """How the ranks of one mesh axis hold a tensor of the unpartitioned graph.
 
-`Split` is the placement inside a graph; `graphacc.graph.Shard` is the layout of one of its inputs or outputs, which
+`Shard` is the placement inside a graph; `graphacc.graph.MeshShard` is the layout of one of its inputs or outputs, which
 knows neither `outer` nor padding sizes.
 """
 
@@ -12,7 +12,7 @@ import torch.fx
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicated:
+class Replicate:
     """Every rank holds the whole tensor."""
 
 
@@ -25,7 +25,7 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Shard:
     """Dim `dim`, read as [outer, ranks, rest], is split over the ranks: a rank holds [outer, 1, rest], flattened.
 
     ``outer`` > 1 arises where [T, B, C] with B split is flattened to [T * B, C]: T is then the outer part.
@@ -49,13 +49,13 @@ class Partial:
     op: str = "sum"
 
 
-Placement = Replicated | Split | Partial
-REPLICATED = Replicated()
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
     """The shape that one rank holds of a tensor of `shape`."""
-    if not isinstance(placement, Split):
+    if not isinstance(placement, Shard):
         return tuple(shape)
     local = list(shape)
     padded = local[placement.dim] + placement.padding
@@ -64,12 +64,12 @@ def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) ->
     return tuple(local)
 
 
-def divides(shape: tuple[int, ...], split: Split, num_ranks: int) -> bool:
+def divides(shape: tuple[int, ...], split: Shard, num_ranks: int) -> bool:
     size = shape[split.dim] + split.padding
     return size > 0 and size % (split.outer * num_ranks) == 0
 
 
-def view_split(shape: tuple[int, ...], split: Split, new_shape: tuple[int, ...], num_ranks: int) -> Split | None:
+def view_split(shape: tuple[int, ...], split: Shard, new_shape: tuple[int, ...], num_ranks: int) -> Shard | None:
     """Where a split lies after a row-major reshape, or None if no single dim of `new_shape` holds it.
 
     In row-major order a split tensor reads as [leading, ranks, trailing] with
@@ -77,10 +77,10 @@ def view_split(shape: tuple[int, ...], split: Split, new_shape: tuple[int, ...],
     the ranks fit behind: at most one dim does.
 
     Examples:
-        >>> view_split((7, 4, 3), Split(1), (28, 3), 2)     # [T, B, C] -> [T * B, C]
-        Split(dim=0, outer=7, padding=0)
-        >>> view_split((28, 3), Split(0, 7), (7, 2, 2, 3), 2)
-        Split(dim=1, outer=1, padding=0)
+        >>> view_split((7, 4, 3), Shard(1), (28, 3), 2)     # [T, B, C] -> [T * B, C]
+        Shard(dim=0, outer=7, padding=0)
+        >>> view_split((28, 3), Shard(0, 7), (7, 2, 2, 3), 2)
+        Shard(dim=1, outer=1, padding=0)
     """
     if split.order is not None and split.dim < len(new_shape) and shape[: split.dim + 1] == tuple(new_shape)[: split.dim + 1]:
         return split
@@ -89,13 +89,13 @@ def view_split(shape: tuple[int, ...], split: Split, new_shape: tuple[int, ...],
     if split.padding:  # only a dim that stays as it is keeps its padding
         before, size = math.prod(shape[: split.dim]), shape[split.dim]
         kept = [dim for dim, other in enumerate(new_shape) if other == size and math.prod(new_shape[:dim]) == before]
-        return Split(kept[0], padding=split.padding) if kept else None
+        return Shard(kept[0], padding=split.padding) if kept else None
     leading = math.prod(shape[: split.dim]) * split.outer
     prefix = 1
     for dim, size in enumerate(new_shape):
         outer, rest = divmod(leading, prefix)
         if rest == 0 and size and size % (outer * num_ranks) == 0:
-            return Split(dim, outer)
+            return Shard(dim, outer)
         prefix *= size
         if not prefix or prefix > leading:
             return None

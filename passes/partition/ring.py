@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from graphacc.graph import Kind, StepGraph
 from graphacc.ops.flash_attention import EmptyRows
 from graphacc.passes.attention.masks import LOW
-from graphacc.passes.partition.placement import REPLICATED, Partial, Split
+from graphacc.passes.partition.placement import REPLICATE, Partial, Shard
 from graphacc.passes.partition.ring_values import Block, Gradients, Node, Ring
 from graphacc.passes.partition.rules import Call, Communicating, Plan
 
@@ -34,7 +34,7 @@ _KEYS = ("k", "v", "kv_segments")
 def ring_plan(call: Call) -> Plan | None:
     """The plan of a flash attention, forward or backward, around the ring; None if it does not lie so. See also `hindrances`."""
     splits = {operand.name: operand.placement for operand in call.operands}
-    places = [splits[name] for name in ("q", "k", "v") if isinstance(splits[name], Split) and splits[name].dim == 2]
+    places = [splits[name] for name in ("q", "k", "v") if isinstance(splits[name], Shard) and splits[name].dim == 2]
     if len(places) < 3:
         return None
     if (call["right"] == 0 or call["dropout"]) and any(place.outer > 1 for place in places):
@@ -42,19 +42,19 @@ def ring_plan(call: Call) -> Plan | None:
     queries, keys = places[0], places[1]
     required = tuple(
         _bias_split(call, queries) if operand.name == "bias" else
-        Split(_LENGTH[operand.name], places[1 if operand.name in _KEYS else 0].outer) if operand.name in _LENGTH else None
+        Shard(_LENGTH[operand.name], places[1 if operand.name in _KEYS else 0].outer) if operand.name in _LENGTH else None
         for operand in call.operands
     )
     if "grad" not in call.arguments:
         return Plan(required, (queries, queries), emit=_emit(call, _forward, keys.outer))
-    of_bias = (_bias_split(call, queries) or Partial("sum")) if call["bias_grad"] else REPLICATED
+    of_bias = (_bias_split(call, queries) or Partial("sum")) if call["bias_grad"] else REPLICATE
     return Plan(required, (queries, keys, keys, of_bias), emit=_emit(call, _backward, keys.outer))
 
 
-def _bias_split(call: Call, queries: Split) -> Split | None:
+def _bias_split(call: Call, queries: Shard) -> Shard | None:
     """A bias lies with its queries; None if it is the same for all of them."""
     shape = call.shape("bias")
-    return Split(len(shape) - 2, queries.outer) if len(shape) > 1 and shape[-2] > 1 else None
+    return Shard(len(shape) - 2, queries.outer) if len(shape) > 1 and shape[-2] > 1 else None
 
 
 def hindrances(step: StepGraph, num_ranks: int) -> dict[Node, str]:

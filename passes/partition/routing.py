@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from graphacc.passes.partition.emit import Emitter
-from graphacc.passes.partition.placement import Order, Split
+from graphacc.passes.partition.placement import Order, Shard
 from graphacc.passes.partition.rules import ExpertParallel
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
@@ -34,20 +34,20 @@ def spreads(experts: ExpertParallel | None, ids: torch.fx.Node, num_ranks: int) 
     return experts is not None and (num_experts(ids) or 1) % num_ranks == 0
 
 
-def sorted_split(ids: torch.fx.Node, num_ranks: int, experts: ExpertParallel | None) -> Split:
+def sorted_split(ids: torch.fx.Node, num_ranks: int, experts: ExpertParallel | None) -> Shard:
     """How rows lie that the ranks have sorted by `ids`, which are split."""
     size, padding = ids.meta["val"].numel(), 0
     if spreads(experts, ids, num_ranks):
         padding = num_ranks * num_ranks * experts.capacity(size // num_ranks, num_ranks) - size
-    return Split(0, padding=padding, order=Order("sorted", ids))
+    return Shard(0, padding=padding, order=Order("sorted", ids))
 
 
-def sent_split(ids: torch.fx.Node) -> Split:
+def sent_split(ids: torch.fx.Node) -> Shard:
     """How the buckets [N, C, ...] lie that every rank made of its own rows."""
-    return Split(1, order=Order("sent", ids))
+    return Shard(1, order=Order("sent", ids))
 
 
-def exchanged(split: Split) -> Split:
+def exchanged(split: Shard) -> Shard:
     """Buckets after they were exchanged over another axis: back, they are where they were."""
     return dataclasses.replace(split, order=Order(_BACK[split.order.kind], split.order.ids))
 

@@ -21,7 +21,7 @@ import torch.fx
 
 import graphacc.ops  # noqa: F401  (rules name its operators)
 from graphacc.graph import Phase
-from graphacc.passes.partition.placement import REPLICATED, Placement, Replicated, Split, local_shape
+from graphacc.passes.partition.placement import REPLICATE, Placement, Replicate, Shard, local_shape
 
 Label = Hashable
 Labels = Sequence[Label | None]  # one per dim; None: this dim is never split
@@ -195,15 +195,15 @@ def find_rule(target: torch._ops.OpOverload) -> Rule | None:
 
 
 def replicate(call: Call, reason: str) -> Plan:
-    """Replicated operands and results: right for every operator."""
-    return Plan((REPLICATED,) * len(call.operands), REPLICATED, reason=reason)
+    """Replicate operands and results: right for every operator."""
+    return Plan((REPLICATE,) * len(call.operands), REPLICATE, reason=reason)
 
 
 def is_replicated(call: Call) -> bool:
-    return all(isinstance(operand.placement, Replicated) for operand in call.operands)
+    return all(isinstance(operand.placement, Replicate) for operand in call.operands)
 
 
-def split_of(call: Call, name: str) -> Split | None:
+def split_of(call: Call, name: str) -> Shard | None:
     """The split of an argument, if it has one."""
     operand = call.operand(name)
-    return operand.placement if operand is not None and isinstance(operand.placement, Split) else None
+    return operand.placement if operand is not None and isinstance(operand.placement, Shard) else None

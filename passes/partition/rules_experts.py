@@ -6,7 +6,7 @@ Legend: k and n features of the products.
 import torch
 
 from graphacc.passes.partition import routing
-from graphacc.passes.partition.placement import REPLICATED, Partial, Split
+from graphacc.passes.partition.placement import REPLICATE, Partial, Shard
 from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Labels, Operand, Plan, replicate, rule, split_of
 
 ops = torch.ops.graphacc
@@ -70,7 +70,7 @@ def _grouped_mm(call: Call) -> Dims | Plan:
     if lies is None:
         return _product(call, {"rows": [None, "k"], "weight": [None, "k", "n"]}, [None, "n"], reduce={"k": "sum"})
     emit = _own_experts(call, lies)
-    return Plan((lies, REPLICATED, Partial("sum")), lies) if emit is None else Plan((lies, Split(0), None), lies, emit=emit)
+    return Plan((lies, REPLICATE, Partial("sum")), lies) if emit is None else Plan((lies, Shard(0), None), lies, emit=emit)
 
 
 @rule("graphacc.grouped_mm_weight_grad.default", reads_nodes=True)
@@ -79,14 +79,14 @@ def _grouped_mm_weight_grad(call: Call) -> Dims | Plan:
     if lies is None:
         return _product(call, {"rows": [None, "k"], "grad": [None, "n"]}, [None, "k", "n"])
     emit = _own_experts(call, lies)
-    return Plan((lies, lies, Partial("sum")), Partial("sum")) if emit is None else Plan((lies, lies, None), Split(0), emit=emit)
+    return Plan((lies, lies, Partial("sum")), Partial("sum")) if emit is None else Plan((lies, lies, None), Shard(0), emit=emit)
 
 
 def _product(call: Call, operands: dict[str, Labels], result: Labels, **facts) -> Dims:
     return Dims(operands, [result], linear=tuple(operands), matmul=True, **facts)
 
 
-def _sorted(call: Call, *names: str) -> Split | None:
+def _sorted(call: Call, *names: str) -> Shard | None:
     """The split of rows that the ranks have sorted by the ids which the offsets count."""
     offsets = call.operand("offsets")
     assert offsets is not None
@@ -99,7 +99,7 @@ def _sorted(call: Call, *names: str) -> Split | None:
     return None
 
 
-def _own_experts(call: Call, lies: Split) -> Emit | None:
+def _own_experts(call: Call, lies: Shard) -> Emit | None:
     """The product of the rank's own experts, where experts are spread."""
     assert lies.order is not None
     ids = lies.order.ids

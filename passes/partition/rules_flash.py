@@ -5,7 +5,7 @@ Legend: b batch, h heads. A bias that broadcasts over a split dim is whole on ev
 
 import torch
 
-from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.ring import ring_plan
 from graphacc.passes.partition.rules import Call, Dims, Labels, Plan, replicate, rule
 from graphacc.passes.partition.rules_matmul import heads_label, sequence_offers, share_heads
@@ -27,7 +27,7 @@ def _flash_backward(call: Call) -> Dims | Plan:
 def _attention(call: Call, operands: dict[str, int], results: list[int]) -> Dims | Plan:
     if call.node.meta.get("context") == "ring" and (plan := ring_plan(call)) is not None:
         return plan
-    splits = [operand.placement for operand in call.operands if isinstance(operand.placement, Split)]
+    splits = [operand.placement for operand in call.operands if isinstance(operand.placement, Shard)]
     if call["dropout"] and any(split.outer > 1 for split in splits if split.dim < 2):
         return replicate(call, "the index of dropout's random numbers needs contiguous blocks")
     heads, shares = heads_label(call)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphacc.passes.partition.placement import Placement, Split
+from graphacc.passes.partition.placement import Placement, Shard
 from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Labels, rule
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def _attention(call: Call, operands: dict[str, str], results: list[str]) -> Dims
 def heads_label(call: Call) -> tuple[str | None, bool]:
     """The label of the query heads if they can be split, and whether the key/value heads then are whole, and shared."""
     ranks, heads, groups = call.num_ranks, call.shape("q")[1], call.shape("k")[1]
-    splits = [operand.placement for operand in call.operands if isinstance(operand.placement, Split)]
+    splits = [operand.placement for operand in call.operands if isinstance(operand.placement, Shard)]
     contiguous = all(split.outer == 1 for split in splits if split.dim == 1)
     shares = contiguous and ranks % groups == 0 and groups < ranks and heads % ranks == 0
     return "h" if heads == groups or (contiguous and groups % ranks == 0) or shares else None, shares
@@ -93,7 +93,7 @@ def heads_label(call: Call) -> tuple[str | None, bool]:
 
 def sequence_offers(call: Call, results: list[str]) -> dict[Label, tuple[Placement | None, ...]]:
     """Attention over a split sequence exchanges it for split heads, and each result [B, H, T, D] back."""
-    splits = {operand.name: operand.placement for operand in call.operands if isinstance(operand.placement, Split)}
+    splits = {operand.name: operand.placement for operand in call.operands if isinstance(operand.placement, Shard)}
     queries = next((splits[name] for name in ("grad", "q") if name in splits), None)
     keys = splits.get("k", queries)
     if queries is None or queries.dim != 2:

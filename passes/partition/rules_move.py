@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Replicated, Split, view_split
+from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Replicate, Shard, view_split
 from graphacc.passes.partition.routing import exchanged
 from graphacc.passes.partition.rules import Call, Dims, Plan, replicate, rule, split_of
 
@@ -17,7 +17,7 @@ def _view(call: Call) -> Plan:
     (operand,) = call.operands
     shape = tuple(call.results[0].shape)
     placement: Placement | None = operand.placement
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         placement = view_split(operand.shape, placement, shape, call.num_ranks)
         if placement is None:
             return replicate(call, "the new shape has no single dim that holds the split one")
@@ -103,10 +103,10 @@ def _slice(call: Call) -> Dims | Plan:
     if units is None:
         return _on_dim(call, [dim])
     ranks = call.num_ranks
-    return Plan((split,), Split(dim, units), {"start": start // ranks, "end": end // ranks})
+    return Plan((split,), Shard(dim, units), {"start": start // ranks, "end": end // ranks})
 
 
-def _units(split: Split, size: int, start: int, end: int) -> int | None:
+def _units(split: Shard, size: int, start: int, end: int) -> int | None:
     """The outer part of ``[start:end]`` of a split dim that reads as [outer, ranks, rest]; None if it cuts through a block."""
     unit = size // split.outer
     if not split.plain or start >= end or start % unit or end % unit:
@@ -166,7 +166,7 @@ def _split_along(call: Call, dim: int) -> Plan | None:
         return None
     local = [length // call.num_ranks for length in sizes]
     name, value = ("split_sizes", local) if "split_sizes" in call.arguments else ("split_size", local[0])
-    return Plan((split,), tuple(Split(dim, unit) for unit in units), {name: value})
+    return Plan((split,), tuple(Shard(dim, unit) for unit in units), {name: value})
 
 
 @rule("aten.slice_backward.default aten.select_backward.default")
@@ -190,7 +190,7 @@ def _slice_backward_along(call: Call, dim: int) -> Plan | None:
     start, end, _ = slice(call["start"], call["end"]).indices(size)
     if not split.plain or size % unit or start % unit:
         return None
-    placement, ranks = Split(dim, size // unit), call.num_ranks
+    placement, ranks = Shard(dim, size // unit), call.num_ranks
     sets = {"input_sizes": call.local(call["input_sizes"], placement), "start": start // ranks, "end": end // ranks}
     return Plan((split,), placement, sets)
 
@@ -224,11 +224,11 @@ def _cat(call: Call) -> Dims | Plan:
 def _cat_along_split(call: Call, dim: int) -> Plan | None:
     """Tensors split along `dim` in blocks of one size, put behind one another: the outer parts add up."""
     placements = [operand.placement for operand in call.operands]
-    if not all(isinstance(placement, Split) and placement.dim == dim and placement.plain for placement in placements):
+    if not all(isinstance(placement, Shard) and placement.dim == dim and placement.plain for placement in placements):
         return None
     if len({operand.shape[dim] // operand.placement.outer for operand in call.operands}) > 1:
         return None
-    return Plan(tuple(placements), Split(dim, sum(placement.outer for placement in placements)))
+    return Plan(tuple(placements), Shard(dim, sum(placement.outer for placement in placements)))
 
 
 @rule("aten.stack.default")
@@ -246,17 +246,17 @@ def _repeat(call: Call) -> Plan:
     (operand,) = call.operands
     split = split_of(call, "self")
     if split is None or not split.plain:
-        kept = operand.placement if isinstance(operand.placement, Partial) and math.prod(call["repeats"]) == 1 else REPLICATED
+        kept = operand.placement if isinstance(operand.placement, Partial) and math.prod(call["repeats"]) == 1 else REPLICATE
         return Plan((kept,), kept, reason="padded or sorted" if split else "")
     offset = len(call["repeats"]) - len(operand.shape)
     dim = split.dim + offset
-    return Plan((split,), Split(dim, split.outer * call["repeats"][dim]))
+    return Plan((split,), Shard(dim, split.outer * call["repeats"][dim]))
 
 
 @rule("aten.new_zeros.default aten.new_ones.default aten.new_full.default aten.new_empty.default")
 def _new(call: Call) -> Plan:
     """Only the dtype of the operand counts."""
-    return Plan((None,), REPLICATED)
+    return Plan((None,), REPLICATE)
 
 
 @rule("aten.as_strided.default aten.as_strided_scatter.default", reads_nodes=True)
@@ -264,7 +264,7 @@ def _as_strided(call: Call) -> Plan:
     """Strides mean memory, so that the operand has to be laid out as it was before."""
     for operand in call.operands:
         value: torch.Tensor = operand.node.meta["val"]
-        if not isinstance(operand.placement, Replicated):
+        if not isinstance(operand.placement, Replicate):
             assert value.is_contiguous(), f"{call.node.name}: as_strided reads the memory of a tensor that is not contiguous"
     return replicate(call, "as_strided addresses memory")
 
@@ -274,7 +274,7 @@ def _all_gather(call: Call) -> Dims | Plan:
     """Over another axis, of g ranks: a dim 0 that reads [outer, ranks, rest] here becomes [g * outer, ranks, rest]."""
     split = split_of(call, "input")
     if split is not None and split.dim == 0 and split.plain:
-        return Plan((split,), Split(0, split.outer * call["group_size"]))
+        return Plan((split,), Shard(0, split.outer * call["group_size"]))
     labels = [None, *range(1, len(call.shape("input")))]
     return Dims({"input": labels}, [labels], linear=("input",), moves=True)
 
@@ -283,7 +283,7 @@ def _all_gather(call: Call) -> Dims | Plan:
 def _reduce_scatter(call: Call) -> Dims | Plan:
     split, groups = split_of(call, "input"), call["group_size"]
     if split is not None and split.dim == 0 and split.plain and split.outer % groups == 0:
-        return Plan((split,), Split(0, split.outer // groups))
+        return Plan((split,), Shard(0, split.outer // groups))
     labels = [None, *range(1, len(call.shape("input")))]
     return Dims({"input": labels}, [labels], linear=("input",) if call["reduce_op"] == "sum" else ())
 
@@ -318,7 +318,7 @@ def _shard(call: Call) -> Dims | Plan:
     if not split.plain:
         return replicate(call, "padded or sorted")
     if split.outer % cut == 0:  # our ranks lie behind the block's
-        return Plan((split,), Split(dim, split.outer // call["size"]))
+        return Plan((split,), Shard(dim, split.outer // call["size"]))
     if call["outer"] % (split.outer * call.num_ranks) == 0:  # our ranks lie before the block's
-        return Plan((split,), Split(dim, split.outer), {"outer": call["outer"] // call.num_ranks})
+        return Plan((split,), Shard(dim, split.outer), {"outer": call["outer"] // call.num_ranks})
     return replicate(call, "the block of the other axis crosses the split")

@@ -3,7 +3,7 @@
 Legend: N samples, C channels.
 """
 
-from graphacc.passes.partition.placement import REPLICATED, Partial
+from graphacc.passes.partition.placement import REPLICATE, Partial
 from graphacc.passes.partition.rules import Call, Dims, Labels, Plan, replicate, rule, split_of
 
 
@@ -34,7 +34,7 @@ def _group_norm(call: Call) -> Plan:
     split = split_of(call, "input")
     if split is None or split.dim != 0 or split.padding or split.outer > 1:
         return replicate(call, "only samples can stay split in a group norm")
-    required = tuple(split if operand.name == "input" else REPLICATED for operand in call.operands)
+    required = tuple(split if operand.name == "input" else REPLICATE for operand in call.operands)
     return Plan(required, split, {"N": call["N"] // call.num_ranks})
 
 
@@ -44,7 +44,7 @@ def _group_norm_backward(call: Call) -> Plan:
     if split is None or split.dim != 0 or split.padding or split.outer > 1:
         return replicate(call, "only samples can stay split in a group norm")
     whole = ("weight",)
-    required = tuple(REPLICATED if operand.name in whole else split for operand in call.operands)
+    required = tuple(REPLICATE if operand.name in whole else split for operand in call.operands)
     return Plan(required, (split, Partial(), Partial()), {"N": call["N"] // call.num_ranks})
 
 

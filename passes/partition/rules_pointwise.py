@@ -1,6 +1,6 @@
 """Rules of operators that work element by element, with broadcasting."""
 
-from graphacc.passes.partition.placement import REPLICATED, Split
+from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
 
 # Operators that are linear in one argument alone, or in several taken together.
@@ -57,7 +57,7 @@ def _pointwise(call: Call) -> Dims:
 def _like(call: Call) -> Plan:
     """Only the shape of the operand counts."""
     (operand,) = call.operands
-    placement = operand.placement if isinstance(operand.placement, Split) else REPLICATED
+    placement = operand.placement if isinstance(operand.placement, Shard) else REPLICATE
     return Plan((None,), placement)
 
 

@@ -19,7 +19,7 @@ import torch.fx
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.passes.partition.assign import Assigner, ModelParallel
-from graphacc.passes.partition.placement import REPLICATED, Partial, Placement, Split, divides
+from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides
 from graphacc.passes.partition.report import source_line
 from graphacc.passes.partition.rules import Call, Plan
 
@@ -45,7 +45,7 @@ _HEAD_RATIO = 2  # a column that no row follows is split if it has this many tim
 class TensorParallel:
     """The splits of parameters along `tp`."""
 
-    splits: dict[str, Split]  # parameter -> split; the others are whole
+    splits: dict[str, Shard]  # parameter -> split; the others are whole
     reasons: dict[str, str]  # parameter -> its role, or why it is whole
 
 
@@ -84,7 +84,7 @@ def find_tensor_parallel(step: StepGraph, num_ranks: int, pinned: Mapping[str, P
 def pinned_placements(annotations: Mapping[str, Iterable[str | None]], axis: str) -> dict[str, Placement]:
     """Parameter -> its placement along `axis`, of the annotated ones; an annotation without the axis keeps it whole."""
     dims = {name: [dim for dim, entry in enumerate(spec) if entry == axis] for name, spec in annotations.items()}
-    return {name: Split(found[0]) if found else REPLICATED for name, found in dims.items()}
+    return {name: Shard(found[0]) if found else REPLICATE for name, found in dims.items()}
 
 
 def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Placement]) -> dict[str, Placement]:
@@ -110,7 +110,7 @@ class _Trial(Assigner):
         self.refused, self.outers = refused, outers
         self.pinned = pinned
         self.params = {node: item for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
-        self.splits = {name: Split(split.dim, outers.get(name, 1)) for name, split in pinned.items() if isinstance(split, Split)}
+        self.splits = {name: Shard(split.dim, outers.get(name, 1)) for name, split in pinned.items() if isinstance(split, Shard)}
         self.reasons: dict[str, str] = {name: "annotation" for name in pinned}
         self.new_refusals: dict[str, str] = {}
         self.new_outers: dict[str, int] = {}
@@ -134,14 +134,14 @@ class _Trial(Assigner):
             if name not in self.paired and name in self.splits and outputs < _HEAD_RATIO * inputs:
                 self._refuse(name, "no row-parallel product follows it")
 
-    def only_request(self, item: Input) -> Split | None:
+    def only_request(self, item: Input) -> Shard | None:
         """The split in which every use wants a parameter that is whole so far."""
         node = next(node for node, other in self.params.items() if other is item)
         wanted = self.requests.get(node, set())
         if item.target in self.splits or item.target in self.refused or len(wanted) != 1:
             return None
         (placement,) = wanted
-        return placement if isinstance(placement, Split) and placement.plain else None
+        return placement if isinstance(placement, Shard) and placement.plain else None
 
     # Roles
 
@@ -158,7 +158,7 @@ class _Trial(Assigner):
         item = self._free_parameter(weight)
         if item is None or weight not in self.params or indices not in self.from_batch or item.shape[0] <= item.shape[1]:
             return
-        self._assign(weight, Split(0, padding=-item.shape[0] % self.num_ranks), "vocabulary: rows")
+        self._assign(weight, Shard(0, padding=-item.shape[0] % self.num_ranks), "vocabulary: rows")
 
     def _give_factor_role(self, node: torch.fx.Node, weight: torch.fx.Node, x: torch.fx.Node, contracted: tuple[int, int]) -> None:
         """Make a parameter a column or a row; `contracted` are the dims of weight and x over which the product sums."""
@@ -166,17 +166,17 @@ class _Trial(Assigner):
         if item is None or self._root(x) is not None:
             return
         if self._is_partial(x):
-            self.home[x] = REPLICATED
+            self.home[x] = REPLICATE
         home = self.home[x]
-        arrives = isinstance(home, Split) and home.dim == of_x
+        arrives = isinstance(home, Shard) and home.dim == of_x
         if arrives and self.origins.get(x, frozenset()) & self.reduced:
             for name in self.origins[x] & self.reduced:
                 self._refuse(name, "its outputs are summed before the next product")
-            self.home[x], arrives = REPLICATED, False
+            self.home[x], arrives = REPLICATE, False
         shape = weight.meta["val"].shape
         outputs = shape[1 - of_weight]
         padding = -outputs % self.num_ranks if outputs >= _HEAD_RATIO * shape[of_weight] else 0  # of a vocabulary
-        wanted = Split(of_weight, home.outer) if arrives else Split(1 - of_weight, self.outers.get(item.target, 1), padding)
+        wanted = Shard(of_weight, home.outer) if arrives else Shard(1 - of_weight, self.outers.get(item.target, 1), padding)
         split = self._pull(weight, wanted)
         if split is None or not divides(item.shape, split, self.num_ranks):
             self._refuse(item.target, f"its shape {list(item.shape)} does not divide over {self.num_ranks} ranks")
@@ -197,27 +197,27 @@ class _Trial(Assigner):
             node = node.args[0]
         return node if node in self.params else None
 
-    def _pull(self, node: torch.fx.Node, wanted: Split) -> Split | None:
+    def _pull(self, node: torch.fx.Node, wanted: Shard) -> Shard | None:
         """The split of the parameter behind `node` that gives `node` the split `wanted`."""
         chain = []
         while node not in self.params:
             chain.append(node)
             node = node.args[0]
         for dim in range(len(self.params[node].shape)):
-            placement: Placement = Split(dim, wanted.outer, wanted.padding)
+            placement: Placement = Shard(dim, wanted.outer, wanted.padding)
             if not divides(self.params[node].shape, placement, self.num_ranks):
                 continue
             for step in reversed(chain):
                 placement = self._push(step, placement)
             if placement == wanted:
-                return Split(dim, wanted.outer, wanted.padding)
+                return Shard(dim, wanted.outer, wanted.padding)
         return None
 
     def _push(self, node: torch.fx.Node, placement: Placement) -> Placement:
         results = self._plan(self._call(node, lambda operand, user: placement)).results
         return results[0] if isinstance(results, tuple) else results
 
-    def _assign(self, root: torch.fx.Node, split: Split, reason: str) -> None:
+    def _assign(self, root: torch.fx.Node, split: Shard, reason: str) -> None:
         name = self.params[root].target
         self.splits[name], self.reasons[name] = split, reason
         self._set(root, split, frozenset([name]) if reason == "column" else frozenset())
@@ -226,7 +226,7 @@ class _Trial(Assigner):
         """Place a parameter, and what views and casts made of it so far."""
         self.home[node], self.origins[node] = placement, origins
         self.made[node] = [placement]
-        if isinstance(placement, Split):
+        if isinstance(placement, Shard):
             self.weights.add(node)
         for user in node.users:
             if user in self.home and user.target in _CHAIN:
@@ -239,8 +239,8 @@ class _Trial(Assigner):
     # The run on placements: what `Assigner` would move is only noted
 
     def _place_input(self, node: torch.fx.Node, item: Input) -> None:
-        placement = self.splits.get(item.target, REPLICATED) if item.kind is Kind.PARAM else REPLICATED
-        self._set(node, placement, frozenset([item.target]) if isinstance(placement, Split) else frozenset())
+        placement = self.splits.get(item.target, REPLICATE) if item.kind is Kind.PARAM else REPLICATE
+        self._set(node, placement, frozenset([item.target]) if isinstance(placement, Shard) else frozenset())
         if item.kind is Kind.BATCH:
             self.from_batch.add(node)
 
@@ -264,9 +264,9 @@ class _Trial(Assigner):
             mine = self.origins.get(operand.node, frozenset())
             if required is not None and node.target not in _CHAIN:
                 self.value(operand.node, required)
-            if isinstance(operand.placement, Split) and required not in (None, operand.placement):
+            if isinstance(operand.placement, Shard) and required not in (None, operand.placement):
                 self._fail(call, operand.placement, mine, plan.reason)
-            elif isinstance(operand.placement, Split):
+            elif isinstance(operand.placement, Shard):
                 origins |= mine
         self.home[node] = plan.results
         if not isinstance(node.meta["val"], (tuple, list)) and isinstance(plan.results, tuple):
@@ -275,7 +275,7 @@ class _Trial(Assigner):
             (self.paired if node.target in _PRODUCTS else self.reduced).update(origins)
         self.origins[node] = frozenset(origins)
 
-    def _fail(self, call: Call, split: Split, origins: frozenset[str], reason: str) -> None:
+    def _fail(self, call: Call, split: Shard, origins: frozenset[str], reason: str) -> None:
         """A split activation would have to be gathered: try interleaved blocks for its columns, or keep them whole."""
         node = call.node
         self._check_heads(call, split, origins)
@@ -286,7 +286,7 @@ class _Trial(Assigner):
             else:
                 self._refuse(name, f"{node.target} at {source_line(node.meta.get('stack_trace')) or node.name} needs its outputs whole")
 
-    def _check_heads(self, call: Call, split: Split, origins: frozenset[str]) -> None:
+    def _check_heads(self, call: Call, split: Shard, origins: frozenset[str]) -> None:
         """Raise if features are viewed as [heads, head size] and the heads do not divide."""
         if call.node.target not in _VIEWS or not origins or split.outer > 1:
             return
@@ -312,7 +312,7 @@ def _uneven_heads(node: torch.fx.Node, heads: int, num_ranks: int) -> str:
     return f"tp={num_ranks} does not divide the {heads} attention heads at {where}: choose tp out of {fits}"
 
 
-def _interleaving(call: Call, split: Split) -> int | None:
+def _interleaving(call: Call, split: Shard) -> int | None:
     """The number of equal parts that an operator cuts the split dim into."""
     size = call.operands[0].shape[split.dim]
     if call.node.target is aten.slice.Tensor:
@@ -340,8 +340,8 @@ class Layouts:
 
 def tensor_parallel_layouts(
     step: StepGraph,
-    splits: Mapping[str, Split],
-    resolve: Callable[[tuple[int, ...]], Split | None],
+    splits: Mapping[str, Shard],
+    resolve: Callable[[tuple[int, ...]], Shard | None],
     *,
     num_ranks: int,
     sequence_parallel: bool,
@@ -349,20 +349,20 @@ def tensor_parallel_layouts(
     """Parameters, their gradients and optimizer state lie alike."""
     shapes = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
 
-    def split_of(item) -> Split | None:
+    def split_of(item) -> Shard | None:
         owner = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
         same = item.kind is not Kind.STATE or item.shape == shapes.get(owner)
         return splits.get(owner) if item.kind in (Kind.PARAM, Kind.GRAD, Kind.STATE) and same else None
 
     return Layouts(
         inputs={item.name: split for item in step.inputs if (split := split_of(item)) is not None},
-        outputs={(item.kind, item.target): split_of(item) or REPLICATED for item in step.outputs if item.kind is Kind.GRAD},
+        outputs={(item.kind, item.target): split_of(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD},
         pins=_table_gradients(step, splits) | _marked(step, "tp", num_ranks),
         model_parallel=ModelParallel(resolve=resolve, gathers_sequences=sequence_parallel),
     )
 
 
-def _table_gradients(step: StepGraph, splits: Mapping[str, Split]) -> dict[str, Placement]:
+def _table_gradients(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, Placement]:
     """The gradients of split tables are made split: nodes that scatter by the indices of a lookup in such a table."""
     items = {node: item for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
     lookups = {}
@@ -392,7 +392,7 @@ def _marked(step: StepGraph, axis: str, num_ranks: int) -> dict[str, Placement]:
     placements = pinned_placements({name: node.args[1].split(",") for name, node in nodes.items()}, axis)
     for name, placement in placements.items():
         shape = tuple(nodes[name].meta["val"].shape)
-        if isinstance(placement, Split) and not divides(shape, placement, num_ranks):
+        if isinstance(placement, Shard) and not divides(shape, placement, num_ranks):
             where = source_line(nodes[name].meta.get("stack_trace")) or nodes[name].meta.get("module_path")
             raise StrategyError(
                 f"mark_sharding at {where}: {axis}={num_ranks} does not divide dim {placement.dim} of shape {list(shape)}: "
@@ -401,17 +401,17 @@ def _marked(step: StepGraph, axis: str, num_ranks: int) -> dict[str, Placement]:
     return placements
 
 
-def sequence_split(batch_size: int, num_ranks: int) -> Callable[[tuple[int, ...]], Split | None]:
+def sequence_split(batch_size: int, num_ranks: int) -> Callable[[tuple[int, ...]], Shard | None]:
     """Where a partial activation is split under sequence parallelism (Korthikanti et al., 2022): its tokens.
 
     [B, T, ...] is split along T, and [B * T, D], its flattened form, along the same tokens.
     """
 
-    def resolve(shape: tuple[int, ...]) -> Split | None:
+    def resolve(shape: tuple[int, ...]) -> Shard | None:
         if len(shape) >= 3 and shape[0] == batch_size and shape[-1] > 1:
-            split = Split(1)
+            split = Shard(1)
         elif len(shape) == 2 and shape[0] % batch_size == 0 and shape[0] > batch_size and shape[1] > 1:
-            split = Split(0, batch_size)
+            split = Shard(0, batch_size)
         else:
             return None
         return split if math.prod(shape) and divides(shape, split, num_ranks) else None

@@ -5,9 +5,9 @@ import itertools
 from typing import Any
 
 from graphacc.errors import GraphError
-from graphacc.graph import Input, Output, Shard, StepGraph
+from graphacc.graph import Input, Output, MeshShard, StepGraph
 from graphacc.passes.partition.emit import Emitter
-from graphacc.passes.partition.placement import Placement, Split, local_shape
+from graphacc.passes.partition.placement import Placement, Shard, local_shape
 from graphacc.passes.partition.plan import Action, AxisPlan
 from graphacc.passes.partition.report import ForcedGather, PartitionReport, source_line
 
@@ -48,9 +48,9 @@ def signature(step: StepGraph, plan: AxisPlan) -> tuple[tuple[Input, ...], tuple
 
 
 def _sharded(plan: AxisPlan, item: Any, placement: Placement) -> Any:
-    if not isinstance(placement, Split):
+    if not isinstance(placement, Shard):
         return item
-    shard = Shard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)
+    shard = MeshShard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)
     return dataclasses.replace(item, shards=(*item.shards, shard))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from graphacc.graph import Input, Kind, Output, StepGraph, local_shape
 from graphacc.passes.partition.assign import Layout
-from graphacc.passes.partition.placement import REPLICATED, Placement, Split
+from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 
 _FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the stage from which on a kind is split
 
@@ -24,23 +24,23 @@ class Layouts:
     state: Layout
 
 
-def state_split(shape: tuple[int, ...], num_ranks: int) -> Split | None:
+def state_split(shape: tuple[int, ...], num_ranks: int) -> Shard | None:
     """The split of a parameter's shape: a dim that divides (dim 0, else the largest), else the one padded least.
 
     Examples:
         >>> state_split((50257, 768), 8)
-        Split(dim=1, outer=1, padding=0)
+        Shard(dim=1, outer=1, padding=0)
         >>> state_split((3,), 2)
-        Split(dim=0, outer=1, padding=1)
+        Shard(dim=0, outer=1, padding=1)
     """
     if not shape or 0 in shape:
         return None
     padding = [-size % num_ranks for size in shape]
     clean = [dim for dim, count in enumerate(padding) if not count]
     if clean:
-        return Split(0 if clean[0] == 0 else max(clean, key=lambda dim: shape[dim]))
+        return Shard(0 if clean[0] == 0 else max(clean, key=lambda dim: shape[dim]))
     dim = min(range(len(shape)), key=lambda dim: padding[dim] / shape[dim])
-    return Split(dim, padding=padding[dim])
+    return Shard(dim, padding=padding[dim])
 
 
 def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Layouts:
@@ -61,12 +61,12 @@ def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mappin
 
     inputs = {item.name: split for item in step.inputs if (split := place(item)) is not None}
     inputs.update(_batch_splits(step, batch_dims))
-    outputs = {(item.kind, item.target): place(item) or REPLICATED for item in step.outputs if item.kind is Kind.GRAD}
+    outputs = {(item.kind, item.target): place(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
     return Layouts(
         inputs=inputs, outputs=outputs, state=lambda shape: state_split(shape, num_ranks) if stage and shape in trained else None
     )
 
 
-def _batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Split]:
+def _batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Shard]:
     batch = [item for item in step.inputs if item.kind is Kind.BATCH]
-    return {item.name: Split(dim) for item in batch if (dim := batch_dims[item.target]) is not None}
+    return {item.name: Shard(dim) for item in batch if (dim := batch_dims[item.target]) is not None}

@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Input, Kind, Output, Shard, StepGraph
+from graphacc.graph import Input, Kind, MeshShard, Output, StepGraph
 from graphacc.passes.edit import infer
 from graphacc.passes.stages.values import free_values
 
@@ -77,7 +77,7 @@ class _Parcel:
 class _Cutter:
     def __init__(self, step: StepGraph, places: Mapping[torch.fx.Node, Place], axes: Mapping[str, int]):
         self.step, self.places = step, places
-        self.shards = tuple(Shard(axis=axis, size=size, dim=0) for axis, size in axes.items() if size > 1)
+        self.shards = tuple(MeshShard(axis=axis, size=size, dim=0) for axis, size in axes.items() if size > 1)
         self.num_devices = math.prod(shard.size for shard in self.shards)
         self.free = free_values(step)
         self.order = {node: i for i, node in enumerate(step.graph.nodes)}

@@ -20,7 +20,7 @@ from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, ExpertReport, find_experts
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import partition
-from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.rules import ExpertParallel
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
@@ -233,7 +233,7 @@ def test_operators_that_see_the_order_get_that_of_one_device(experts):
     kinds = [Kind.BATCH, Kind.PARAM, Kind.BATCH, Kind.BATCH]
     step = trace(_mixed, [(kind, name, x) for kind, name, x in zip(kinds, "xwcy", tensors)], [(Kind.USER, str(i)) for i in range(4)])
     expected = run_global(step, tensors)
-    placed = {item.name: Split(0) for item in step.inputs if item.kind is Kind.BATCH or experts}
+    placed = {item.name: Shard(0) for item in step.inputs if item.kind is Kind.BATCH or experts}
     step, report = partition(step, "ep", 2, placed, {}, lambda shape: None, experts=experts)
     assert any("cumsum" in item.operator for item in report.forced)
     for got, want in zip(simulate(step, {"ep": 2}, tensors), expected, strict=True):
@@ -304,7 +304,7 @@ def test_capacity(factor):
     """Every rank sends its first rows for each rank, up to the capacity; the others give zero."""
     x, chosen = torch.randn(M, D), ids(seed=3)
     step = trace(_doubled, [(Kind.BATCH, "x", x), (Kind.BATCH, "c", chosen)], [(Kind.USER, "0"), (Kind.USER, "1")])
-    placed = {item.name: Split(0) for item in step.inputs}
+    placed = {item.name: Shard(0) for item in step.inputs}
     plan = ExpertParallel(capacity_factor=factor, multiple=2)
     step, _ = partition(step, "ep", 2, placed, {}, lambda shape: None, experts=plan)
     got, _ = simulate(step, {"ep": 2}, [x, chosen])

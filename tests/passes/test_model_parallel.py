@@ -5,7 +5,7 @@ from selection import with_matrix
 from simulate import run_global
 from zoo_steps import check, shared_case, zoo_case
 
-from graphacc.passes.partition.placement import Replicated, Split
+from graphacc.passes.partition.placement import Replicate, Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 
 
@@ -60,28 +60,28 @@ def test_columns_and_rows():
     found = roles("gpt2").splits
     layer = {name.removeprefix("transformer.h.0."): split for name, split in found.items() if ".h.0." in name}
     assert layer == {
-        "attn.c_attn.weight": Split(1, outer=3),  # query, key and value by heads each
-        "attn.c_attn.bias": Split(0, outer=3),
-        "attn.c_proj.weight": Split(0),
-        "mlp.c_fc.weight": Split(1),
-        "mlp.c_fc.bias": Split(0),
-        "mlp.c_proj.weight": Split(0),
+        "attn.c_attn.weight": Shard(1, outer=3),  # query, key and value by heads each
+        "attn.c_attn.bias": Shard(0, outer=3),
+        "attn.c_proj.weight": Shard(0),
+        "mlp.c_fc.weight": Shard(1),
+        "mlp.c_fc.bias": Shard(0),
+        "mlp.c_proj.weight": Shard(0),
     }
-    assert found["transformer.wte.weight"] == Split(0)
+    assert found["transformer.wte.weight"] == Shard(0)
     assert "transformer.wpe.weight" not in found
 
 
 def test_what_stays_whole_says_why():
     found = roles("bert")
     assert "needs its outputs whole" in found.reasons["cls.predictions.transform.dense.weight"]
-    assert found.splits["cls.predictions.bias"] == Split(0)
+    assert found.splits["cls.predictions.bias"] == Shard(0)
     assert roles("vit").reasons["classifier.weight"] == "whole: no row-parallel product follows it"
 
 
 def test_pins_come_first():
     name = "model.layers.0.self_attn.o_proj.weight"
-    found = roles("llama", pinned={name: Replicated(), "model.norm.weight": Split(0)})
-    assert name not in found.splits and found.splits["model.norm.weight"] == Split(0)
+    found = roles("llama", pinned={name: Replicate(), "model.norm.weight": Shard(0)})
+    assert name not in found.splits and found.splits["model.norm.weight"] == Shard(0)
     assert found.reasons["model.norm.weight"] == "annotation"
 
 

@@ -12,7 +12,7 @@ from zoo_steps import build, check, partitioned, zoo_case
 
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, Phase
-from graphacc.passes.partition.placement import Split
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.zero import state_split
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.strategy import Strategy
@@ -126,19 +126,19 @@ def test_bf16():
 @pytest.mark.parametrize(
     ("shape", "ranks", "split"),
     [
-        ((8, 3), 4, Split(0)),
-        ((50257, 768), 8, Split(1)),
-        ((7, 12, 24), 4, Split(2)),
-        ((3,), 2, Split(0, padding=1)),
-        ((5, 9), 4, Split(0, padding=3)),
-        ((9, 5), 4, Split(0, padding=3)),
+        ((8, 3), 4, Shard(0)),
+        ((50257, 768), 8, Shard(1)),
+        ((7, 12, 24), 4, Shard(2)),
+        ((3,), 2, Shard(0, padding=1)),
+        ((5, 9), 4, Shard(0, padding=3)),
+        ((9, 5), 4, Shard(0, padding=3)),
         ((), 2, None),
         ((0, 4), 2, None),
     ],
 )
 def test_layout_of_a_parameter(shape, ranks, split):
     if shape == (5, 9):
-        split = Split(1, padding=3)  # 3 of 9 is less waste than 3 of 5
+        split = Shard(1, padding=3)  # 3 of 9 is less waste than 3 of 5
     assert state_split(shape, ranks) == split
 
 

@@ -19,7 +19,7 @@ from tolerances import assert_close
 
 from graphacc.graph import Kind
 from graphacc.passes.partition import partition
-from graphacc.passes.partition.placement import Replicated, Split, view_split
+from graphacc.passes.partition.placement import Replicate, Shard, view_split
 from graphacc.passes.partition.rules import RULES, operator
 
 RANKS, PADDED_RANKS = 2, 3
@@ -59,9 +59,9 @@ class Sampled:
             self.use = lambda base: base.flatten(dim, dim + 1)
             self.dims[draw.choice(["a", "b"])] = dim + 1
 
-    def placements(self, axis: str) -> Split | Replicated:
+    def placements(self, axis: str) -> Shard | Replicate:
         dim = self.dims[axis]
-        return Replicated() if dim is None else Split(dim)
+        return Replicate() if dim is None else Shard(dim)
 
 
 def _run_sample(function, tensors, seed: int) -> tuple[set, list]:
@@ -108,9 +108,9 @@ def _padded(x: torch.Tensor, draw: random.Random):
         base, use = ~x, lambda base: ~base
     dims = [dim for dim, size in enumerate(x.shape) if size > 1]
     if not dims or draw.random() < 0.2:
-        return base, use, Replicated()
+        return base, use, Replicate()
     dim = draw.choice(dims)
-    return base, use, Split(dim, padding=-x.shape[dim] % PADDED_RANKS)
+    return base, use, Shard(dim, padding=-x.shape[dim] % PADDED_RANKS)
 
 
 @pytest.mark.parametrize("seeds", with_matrix([FIRST, FURTHER[:2]], [FIRST]), ids=["first", "further"])
@@ -156,9 +156,9 @@ def _users(function, bases) -> list[tuple[Kind, str]]:
     return [(Kind.USER, str(i)) for i in range(len(list(function(*bases))))]
 
 
-def _split_in_ones(shape, ranks: int, draw: random.Random) -> Split | Replicated:
+def _split_in_ones(shape, ranks: int, draw: random.Random) -> Shard | Replicate:
     dims = [dim for dim, size in enumerate(shape) if size == ranks]
-    return Split(draw.choice(dims)) if dims and draw.random() < 0.8 else Replicated()
+    return Shard(draw.choice(dims)) if dims and draw.random() < 0.8 else Replicate()
 
 
 def test_every_rule_has_a_case():
@@ -185,13 +185,13 @@ def test_view_split_holds_the_same_elements():
                 for outer in (1, 2, 3):
                     if size % (2 * outer):
                         continue
-                    split = Split(dim, outer)
+                    split = Shard(dim, outer)
                     new = view_split(shape, split, new_shape, 2)
                     possible = [
-                        Split(d, o)
+                        Shard(d, o)
                         for d, s in enumerate(new_shape)
                         for o in range(1, s + 1)
-                        if s % (2 * o) == 0 and torch.equal(_reads(new_shape, Split(d, o), 2, 0), _reads(shape, split, 2, 0))
+                        if s % (2 * o) == 0 and torch.equal(_reads(new_shape, Shard(d, o), 2, 0), _reads(shape, split, 2, 0))
                     ]
                     assert possible == ([] if new is None else [new]), (shape, split, new_shape)
                     found += new is not None

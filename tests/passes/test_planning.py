@@ -12,7 +12,7 @@ from graphacc.graph import Kind, Phase
 from graphacc.passes import edit
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.partition import Role, assign
-from graphacc.passes.partition.placement import Partial, Split
+from graphacc.passes.partition.placement import Partial, Shard
 from graphacc.passes.partition.write import write
 from graphacc.passes.planning import Planner
 from graphacc.strategy import Strategy
@@ -78,8 +78,8 @@ def test_placements_of_values():
     products = [node for node in step.graph.nodes if node.target in PRODUCTS and "transformer.h.0." in node.meta["module_path"]]
     products = [node for node in products if node.meta["phase"] is Phase.FORWARD]
     placed = [plan.placements[node.name] for node in products]
-    assert all(place["dp"] == Split(0) for place in placed)
-    assert [type(place.get("tp")) for place in placed] == [Split, type(None), Split, type(None)]  # columns, then rows, whose sums are taken
+    assert all(place["dp"] == Shard(0) for place in placed)
+    assert [type(place.get("tp")) for place in placed] == [Shard, type(None), Shard, type(None)]  # columns, then rows, whose sums are taken
     summed = {move.value for move in plan.moves if move.axis == "tp" and isinstance(move.source, Partial)}
     assert {node.name for node in products[1::2]} <= summed
 
@@ -95,7 +95,7 @@ def test_roles_and_layers():
 
 def test_a_forced_gather_says_where_and_why():
     step = trace(lambda x: torch.linalg.matrix_exp(x) * 2, [(Kind.BATCH, "x", torch.randn(8, 3, 3))], [(Kind.USER, "0")], phase=Phase.FORWARD)
-    plan = assign(step, "dp", 2, {step.inputs[0].name: Split(0)}, {}, lambda shape: None)
+    plan = assign(step, "dp", 2, {step.inputs[0].name: Shard(0)}, {}, lambda shape: None)
     (move,) = [move for move in plan.moves if move.forced]
     assert move.collective == "all_gather" and move.size_bytes == 8 * 9 * 4 and "no partition rule" in move.forced
 

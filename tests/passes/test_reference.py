@@ -7,7 +7,7 @@ from selection import with_matrix
 from zoo_steps import partitioned, shared_case
 
 from graphacc.errors import GraphAccError
-from graphacc.graph import Kind, Shard
+from graphacc.graph import Kind, MeshShard
 from graphacc.runtime.reference import block, coordinates, join, run_reference
 from graphacc.strategy import Strategy
 
@@ -17,9 +17,9 @@ def test_blocks_join_to_the_global_tensor():
     x = torch.randn(7, 5)
     for shards in (
         (),
-        (Shard(axis="fsdp", size=3, dim=0),),
-        (Shard(axis="fsdp", size=3, dim=1), Shard(axis="dp", size=2, dim=0)),
-        (Shard(axis="fsdp", size=3, dim=0), Shard(axis="dp", size=2, dim=0)),
+        (MeshShard(axis="fsdp", size=3, dim=0),),
+        (MeshShard(axis="fsdp", size=3, dim=1), MeshShard(axis="dp", size=2, dim=0)),
+        (MeshShard(axis="fsdp", size=3, dim=0), MeshShard(axis="dp", size=2, dim=0)),
     ):
         blocks = [block(x, shards, at) for at in coordinates(mesh)]
         assert len({tuple(part.shape) for part in blocks}) == 1
@@ -29,7 +29,7 @@ def test_blocks_join_to_the_global_tensor():
 def test_interleaved_blocks_join_to_the_global_tensor():
     mesh = {"dp": 2, "fsdp": 3}
     x = torch.randn(7, 12)
-    shards = (Shard(axis="dp", size=2, dim=1, outer=3), Shard(axis="fsdp", size=3, dim=1))
+    shards = (MeshShard(axis="dp", size=2, dim=1, outer=3), MeshShard(axis="fsdp", size=3, dim=1))
     blocks = [block(x, shards, at) for at in coordinates(mesh)]
     assert torch.equal(blocks[0], x[:, [0, 1]]) and torch.equal(blocks[3], x[:, [2, 3]])
     assert torch.equal(join(blocks, x.shape, shards, mesh), x)

@@ -8,7 +8,7 @@ from simulate import run_global, simulate
 from graphacc.graph import Kind
 from graphacc.ops.flash_attention import EmptyRows
 from graphacc.passes.partition import partition
-from graphacc.passes.partition.placement import REPLICATED, Split
+from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.ring import hindrances
 
 ops = torch.ops.graphacc
@@ -43,8 +43,8 @@ def check(tensors: dict[str, torch.Tensor], ranks: int, *, right=-1, empty_rows=
     step = trace(function, [(Kind.BATCH, name, x) for name, x in tensors.items()], [(Kind.USER, str(i)) for i in range(len(expected))])
     for node in step.graph.nodes:
         node.meta["context"] = "ring"
-    split = {"grad": Split(2, outer), "q": Split(2, outer), "k": Split(2, outer), "v": Split(2, outer)}
-    places = {item.name: split.get(item.target, REPLICATED) for item in step.inputs}
+    split = {"grad": Shard(2, outer), "q": Shard(2, outer), "k": Shard(2, outer), "v": Shard(2, outer)}
+    places = {item.name: split.get(item.target, REPLICATE) for item in step.inputs}
     result, report = partition(step, "cp", ranks, places, {}, lambda shape: None)
     assert any(item.kind == "permute" for item in report.collectives), report
     for name, got, want in zip(("out", "lse", "q", "k", "v", "bias"), simulate(result, {"cp": ranks}, inputs), run_global(step, inputs)):

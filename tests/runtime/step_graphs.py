@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphacc.ops  # noqa: F401
-from graphacc.graph import Input, Kind, Output, Phase, Shard, StepGraph, local_shape
+from graphacc.graph import Input, Kind, MeshShard, Output, Phase, StepGraph, local_shape
 
 c10d = torch.ops._c10d_functional
 
@@ -37,8 +37,8 @@ def an_output(kind: Kind, target: str, shape, dtype=torch.float32, shards=()) ->
     return Output(kind=kind, target=target, shape=tuple(shape), dtype=dtype, shards=tuple(shards))
 
 
-def split(axis: str, size: int, dim: int = 0, outer: int = 1) -> Shard:
-    return Shard(axis=axis, size=size, dim=dim, outer=outer)
+def split(axis: str, size: int, dim: int = 0, outer: int = 1) -> MeshShard:
+    return MeshShard(axis=axis, size=size, dim=dim, outer=outer)
 
 
 def gather(x: torch.Tensor, size: int, axis: str) -> torch.Tensor:
