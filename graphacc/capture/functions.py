@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphacc._compat.torch_ import without_onednn
 from graphacc.errors import CaptureError
+from graphacc.ops.ctc import NEVER
 
 
 def embedding_bag(
@@ -143,27 +144,21 @@ def ctc_loss(
     skips = (place % 2 == 1) & (labels != F.pad(labels, (2, 0), value=blank)[:, :-2])  # [B, L]: no blank is needed before
     inside = labels.clamp(0, log_probs.shape[2] - 1).expand(num_steps, -1, -1)
     emitted = log_probs.gather(2, inside)  # [T, B, L]
-    never = torch.full_like(emitted[0], _NEVER)
+    never = torch.full_like(emitted[0], NEVER)
     alpha = torch.where(place < 2, emitted[0], never)
     alpha = torch.where(place <= 2 * target_lengths.unsqueeze(1), alpha, never)
-    for step in range(1, num_steps):
-        before = F.pad(alpha, (2, 0), value=_NEVER)
-        ways = torch.stack((alpha, before[:, 1:-1], torch.where(skips, before[:, :-2], never)))
-        following = (torch.logsumexp(ways, 0) + emitted[step]).clamp(min=_NEVER)
-        alpha = torch.where((step < input_lengths).unsqueeze(1), following, alpha)
+    if num_steps > 1:
+        active = torch.arange(1, num_steps, device=device).unsqueeze(1) < input_lengths  # [T - 1, B]
+        alpha = torch.ops.graphacc.ctc_forward(alpha, emitted[1:], skips, active)[-1]
     last = (2 * target_lengths).unsqueeze(1)
-    ends = torch.cat((alpha.gather(1, last), torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), _NEVER)), 1)
+    ends = torch.cat((alpha.gather(1, last), torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), NEVER)), 1)
     total = torch.logsumexp(ends, 1)
-    possible = total > _NEVER / 2
+    possible = total > NEVER / 2
     infinite = 0.0 if zero_infinity else -torch.where(possible, 0.0, total + log_probs.sum((0, 2))) * torch.inf  # its gradient is NaN, as torch's
     losses = torch.where(possible, -total, infinite)
     if reduction == "mean":
         return (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
-
-
-_NEVER = -1e30
-"""The logarithm of no probability: finite, so that gradients of it are zeros and not NaN."""
 
 
 def _padded_targets(targets: Tensor, lengths: Tensor) -> Tensor:

@@ -28,6 +28,21 @@ def _layer_norm_backward(call: Call) -> Dims:
     return Dims(operands, [labels, whole, whole], reduce=dict.fromkeys(range(rank - normalized), "sum"))
 
 
+_RECURSION: dict[str, Labels] = {name: [None, "n", None] for name in ("grad", "emitted", "alphas")}
+_RECURSION |= {"first": ["n", None], "skips": ["n", None], "active": [None, "n"]}
+
+
+@rule("graphacc.ctc_forward.default")
+def _ctc_forward(call: Call) -> Dims:
+    """Every sample by itself; frames and labels stay together."""
+    return Dims({name: _RECURSION[name] for name in ("first", "emitted", "skips", "active")}, [_RECURSION["emitted"]])
+
+
+@rule("graphacc.ctc_backward.default")
+def _ctc_backward(call: Call) -> Dims:
+    return Dims(_RECURSION, [_RECURSION["first"], _RECURSION["emitted"]])
+
+
 @rule("aten.native_group_norm.default")
 def _group_norm(call: Call) -> Plan:
     """The argument N is the local number of samples."""

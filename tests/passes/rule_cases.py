@@ -80,6 +80,9 @@ def _pointwise():
     yield _case("aten.full_like.default", [X], ..., 3.0)
     yield _case("graphacc.after.default", [X, (4, 8)], ..., ...)
     yield _case("graphacc.mark_sharding.default", [X], ..., "tp,,")
+    frames = (8, 4, 8)  # [T, B, L]
+    yield _case("graphacc.ctc_forward.default", [(4, 8), frames, bools((4, 8)), bools((8, 4))], ..., ..., ..., ...)
+    yield _case("graphacc.ctc_backward.default", [frames, (4, 8), frames, bools((4, 8)), bools((8, 4)), frames], ..., ..., ..., ..., ..., ...)
 
 
 def _move():

@@ -5,6 +5,7 @@ from graphacc.lowering.rules import (  # noqa: F401
     attention,
     collectives,
     conv,
+    ctc,
     decomposed,
     distance,
     experts,
