@@ -7,6 +7,7 @@ itself writes to its modules is written after every call; other side effects can
 """
 
 import builtins
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -17,6 +18,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,7 +266,7 @@ class Guards:
         with contextlib.ExitStack() as stack:
             with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
                 for container, content in (pair for each in held for pair in each.contents):
-                    if snapshot(container) != snapshot(content):
+                    if snapshot(_copy(container)) != snapshot(content):  # without the container's own class
                         stack.callback(_refill, container, _copy(container))
                         _refill(container, content)
                 now = [difference for each in held for difference in each.differences()]
@@ -486,7 +488,7 @@ class Guards:
                 place.changes()  # such as a config that notes what it found out: its present values count
                 continue
             now = place.table.get(name, MISSING)
-            if copy is not None and snapshot(copy) != snapshot(value):
+            if copy is not None and snapshot(copy) != snapshot(_copy(value)):
                 _refill(value, copy)
                 changed.append(f"{place.label}.{name}")
             elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
@@ -617,8 +619,20 @@ def _copy(container: list | dict | set) -> list | dict | set:
 
 
 def _refill(container: list | dict | set, content: list | dict | set) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+    """Give a container what it held; nothing is written into one that still holds it, which may forbid that (a config that is frozen)."""
+    if _holds(container, content):
+        return
+    kind: Any = next(kind for kind in (list, collections.OrderedDict, dict, set) if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind is list else kind.update)(container, content)
+
+
+def _holds(container: list | dict | set, content: list | dict | set) -> bool:
+    """Whether a container holds the very objects of a copy, in its order."""
+    if isinstance(container, set):
+        return container == content
+    now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (container, content))
+    return len(now) == len(before) and all(key == other and x is y for (key, x), (other, y) in zip(now, before))
 
 
 def _text(found: Hashable) -> str:

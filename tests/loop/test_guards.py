@@ -112,3 +112,40 @@ def test_a_list_that_an_observing_hook_fills_between_the_call_and_the_backward()
     reference = Kept()
     model = compiled(copy.deepcopy(reference), None)
     assert_parity(reference, model, train(reference), train(model), by_pytorch=True)
+
+
+class FrozenConfig(dict):
+    """A dict that forbids writing, as diffusers' configs do."""
+
+    def _refuse(self, *args, **kwargs):
+        raise RuntimeError("frozen")
+
+    update = clear = pop = __setitem__ = __delitem__ = _refuse
+
+
+def test_a_config_that_forbids_writing_is_read():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.config = nn.Linear(4, 4), FrozenConfig(scale=2.0, names=["a"])
+
+        def forward(self, x):
+            return self.layer(x) * self.config["scale"] * len(self.config["names"])
+
+    def train(model):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            loss = model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+            losses.append(loss.item())
+            if step == 1:
+                model.config["names"].append("b")  # after the call, whose backward reads what it has seen
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    reference = Model()
+    model = Model()
+    model.load_state_dict(reference.state_dict())
+    model = compiled(model, None)
+    assert_parity(reference, model, train(reference), train(model))
