@@ -70,6 +70,7 @@ class _Place:
         self.table = table
         self.label = label
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
+        self.inputs: set[str] = set()  # names whose tensors are inputs of the program
         self.mutable: list[str] = []  # names whose values can change in place
         self._values: tuple = ()
         self._held: _Held | None = None
@@ -77,12 +78,22 @@ class _Place:
     def note(self, name: str, value: object) -> None:
         """Guard a name, which has `value` now (`MISSING`: none)."""
         if name not in self.names:
-            self.names[name] = snapshot(value)
+            self.names[name] = self.snapshot(name, value)
             self._refresh()
 
     def drop(self, name: str) -> None:
         if self.names.pop(name, None) is not None:
             self._refresh()
+
+    def take_as_input(self, name: str) -> None:
+        """Whatever tensor the name has is an input of the program: another one is no change."""
+        self.inputs.add(name)
+        if name in self.names:
+            self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+            self._refresh()
+
+    def snapshot(self, name: str, value: object) -> Hashable:
+        return "input" if name in self.inputs and isinstance(value, Tensor) else snapshot(value)
 
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
@@ -109,11 +120,11 @@ class _Place:
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
         same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
-        return same and all(snapshot(self.table[name]) == self.names[name] for name in self.mutable)
+        return same and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
-        now = {name: snapshot(self.table.get(name, MISSING)) for name in self.names}
+        now = {name: self.snapshot(name, self.table.get(name, MISSING)) for name in self.names}
         found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
         self.names = now
         self._refresh()
@@ -140,12 +151,12 @@ class _Held:
             present = self.place.table.get(name, MISSING)
             if present is value and not isinstance(value, (*_CONTAINERS, Tensor)):
                 continue
-            if snapshot(value) != before:
+            if before not in (snapshot(value), self.place.snapshot(name, value)):
                 raise LoopError(
                     f"{self.place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
                     "recorded call is compiled only then: change it before the call or after the step"
                 )
-            if snapshot(present) != before:
+            if before not in (snapshot(present), self.place.snapshot(name, present)):
                 found.append((self.place, name, value, present))
         return found
 
@@ -368,6 +379,7 @@ class Guards:
             if key not in self.tensors:
                 self.tensors[key] = None
                 self._labels[key] = owner, name
+                self._place(owner, table, label).take_as_input(name)
                 raise NewInput(key)
             return value
         if type(owner).__module__.startswith("torch.nn.") and not isinstance(value, _PLAIN) and not name.endswith("_hooks"):

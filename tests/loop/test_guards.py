@@ -149,3 +149,35 @@ def test_a_config_that_forbids_writing_is_read():
     model.load_state_dict(reference.state_dict())
     model = compiled(model, None)
     assert_parity(reference, model, train(reference), train(model))
+
+
+def test_an_attribute_that_is_none_at_first_and_a_new_tensor_after_every_call():
+    """As Qwen2.5-VL's `rope_deltas`: a program for the first call, and one for all others."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            if self.last is None:
+                self.last = x.mean(0)
+            out = self.layer(x) + self.last
+            self.last = x.mean(0)
+            return out
+
+    reference, model = Model(), Model()
+    model.load_state_dict(reference.state_dict())
+    model = compiled(model, None)
+    losses = []
+    for one in (reference, model):
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
+        for step in range(6):
+            loss = one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert_parity(reference, model, *losses)
+    assert len(model.programs) == 2
