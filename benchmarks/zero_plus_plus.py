@@ -41,7 +41,8 @@ def crossing_bytes(collectives) -> float:
     for item in collectives:
         nodes = {place // NODE for place in item.group}
         if len(nodes) > 1 and item.kind != "all-reduce":
-            total += item.size_bytes * (NODE if item.kind == "all-to-all" else 1)
+            whole = NODE if item.kind == "all-to-all" or len(item.group) < RANKS else 1  # each rank of a node has its own
+            total += item.size_bytes * whole
     return total
 
 
@@ -61,7 +62,8 @@ def bytes_table(names: list[str]) -> None:
         torch.manual_seed(0)
         model = layers()
         unit = 2 * sum(p.numel() for p in model.parameters())
-        strategy = ",".join(filter(None, (f"fsdp={RANKS}", "precision=bf16", ROWS[name])))
+        reduced = "" if "quantized_gradients" in ROWS[name] else "reduce_dtype=bf16"
+        strategy = ",".join(filter(None, (f"fsdp={RANKS}", "precision=bf16", reduced, ROWS[name])))
         model = graphacc.compile(model, strategy=strategy, devices=RANKS, cache_dir=None, memory_plan="xla", fast_compile=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(torch.randn(64, 512)).square().mean().backward()
