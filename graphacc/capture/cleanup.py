@@ -137,6 +137,12 @@ def _is_identity(node: fx.Node) -> bool:
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], phase: Phase, forward_of: dict[int, dict]) -> fx.Node:
     args = fx.map_arg(node.args, copies.__getitem__)
     kwargs = {key: value for key, value in fx.map_arg(node.kwargs, copies.__getitem__).items() if key not in _PLACEMENT}
+    if "val" not in node.meta:
+        where = _note(node, phase, forward_of)["stack_trace"].strip() or "code of a library"
+        raise CaptureError(
+            f"{node.target} gives no result and is called for what it does, such as a check of values on the device, which a compiled program cannot do.\n"
+            f"{where}\nPyTorch runs this model; for a compiled one check values of the batch by `if` and `raise`, or outside of the model"
+        )
     copy = graph.call_function(node.target, args, kwargs)
     copy.meta = {"val": node.meta["val"], **_note(node, phase, forward_of)}
     return copy

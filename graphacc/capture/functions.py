@@ -189,6 +189,13 @@ def multilabel_margin_loss(input: Tensor, target: Tensor, size_average=None, red
     return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
 
 
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """torch.nn.functional.one_hot without the assertion that torch 2.13 traces into it; its range is checked with the batch (`loop/bounds.py`)."""
+    if num_classes < 1 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    return torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device).scatter(-1, tensor.unsqueeze(-1), 1)
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -199,6 +206,7 @@ class WrittenOut(TorchFunctionMode):
 _WRITTEN_OUT = {
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.one_hot: one_hot,
     torch.lstm: lstm,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
