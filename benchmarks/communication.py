@@ -114,7 +114,7 @@ def times(args: argparse.Namespace) -> None:
     for turn in range(args.rounds + 2):
         for (step, tokens), found, taken in zip(steps, losses, seconds, strict=True):
             start = time.perf_counter()
-            found.append(step(input_ids=tokens, labels=tokens).loss.item())
+            found.append(step(input_ids=tokens, labels=tokens).item())
             if turn >= 2:  # the first ones compile
                 taken.append(time.perf_counter() - start)
     for strategy, found, taken in zip(strategies, losses, seconds, strict=True):

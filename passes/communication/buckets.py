@@ -7,7 +7,8 @@ VLDB 2023, section 3.2). A bucket is one flat tensor [ranks, sum of local sizes]
     gather     each [n_i] local  ->  concatenate [sum n_i]  ->  gather [ranks * sum n_i]  ->  slices [ranks, n_i]
     scatter    each [ranks, n_i] ->  concatenate [ranks, sum n_i]  ->  scatter [sum n_i]  ->  slices [n_i]
 
-No element is added to another one than before, so that on CPU, where ranks are summed in one order, results keep their bits.
+No element is added to another one than before, so that on CPU, where ranks are summed in one order, results keep their bits, up to what XLA
+fuses otherwise around the messages.
 
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is gathered where
 its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one of them. A
