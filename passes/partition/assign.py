@@ -239,23 +239,27 @@ class Assigner:
         elif node.meta["phase"] is not Phase.UPDATE and enters_update(node):
             self.value(node, self._in_update(node, self.home[node]))
         elif self.model is None and self.home[node] == Partial("sum") and (gradient := self._gradient_of(node)) is not None:
-            self._settle_before_cast(node, gradient)
+            self._settle_before_user(node, gradient)
 
     def _gradient_of(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The gradient that a value of backward is, but for casts; None if it is none."""
+        """The gradient that a value of backward is, but for casts and for the sum of earlier microbatches; None if it is none."""
         while node.meta["phase"] is Phase.BACKWARD:
             if node in self.grads or enters_update(node):
                 return node
             user = only_user(node)
-            if user is None or user.target not in DTYPE_CASTS:
+            if user is None or not (user.target in DTYPE_CASTS or self._accumulates(user)):
                 return None
             node = user
         return None
 
-    def _settle_before_cast(self, node: torch.fx.Node, gradient: torch.fx.Node) -> None:
-        """Sum up a gradient in front of a cast: always if that rounds the sum, else where messages of its dtype are asked for."""
-        (cast,) = node.users
-        widens = cast.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
+    def _accumulates(self, node: torch.fx.Node) -> bool:
+        """Whether a node adds a gradient to the sum of those before it."""
+        return node in self.grads and any(self.kinds.get(operand) is Kind.GRAD for operand in node.all_input_nodes)
+
+    def _settle_before_user(self, node: torch.fx.Node, gradient: torch.fx.Node) -> None:
+        """Sum up a gradient in front of its accumulation, and of a cast if that rounds the sum, or where messages of its dtype are asked for."""
+        (user,) = node.users
+        widens = user.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
         if widens and not self.reduce_narrow:
             return
         placement = self.grads.get(gradient) or self.layout(tuple(gradient.meta["val"].shape)) or REPLICATE

@@ -1,5 +1,6 @@
 """`Strategy.reduce_dtype`: in what dtype gradients that are computed in bf16 travel, and that they stay gradients of the whole batch."""
 
+import collections
 import functools
 
 import pytest
@@ -10,7 +11,8 @@ from tolerances import RELATIVE, relative_error
 from zoo_steps import Case, partitioned, zoo_case
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Kind
+from graphacc.graph import Kind, StepGraph
+from graphacc.loop.build import accumulating
 from graphacc.passes.partition.plan import Role
 from graphacc.strategy import Strategy
 
@@ -38,6 +40,10 @@ def moved(strategy: str) -> dict[tuple[str, Role, torch.dtype], int]:
     return found
 
 
+def gradient_dtypes(step: StepGraph) -> collections.Counter[torch.dtype]:
+    return collections.Counter(node.meta["val"].dtype for node in step.graph.nodes if "move" in node.meta and node.meta["move"].role is Role.GRADIENT)
+
+
 @pytest.mark.parametrize("bucket", ["bucket_mb=0", "bucket_mb=1"])
 def test_three_times_the_model_travels(bucket):
     """Two gathers and a scatter of M = 2 bytes for each parameter (4 M with fp32 gradients); those of norms, summed in fp32, come on top."""
@@ -58,8 +64,8 @@ def test_gradients(strategy):
     expected = run_global(joint, inputs)
     for choice in ("fp32", "bf16"):
         program, _ = partitioned(joint.copy(), f"{strategy},precision=bf16,reduce_dtype={choice}")
-        dtypes = {node.meta["val"].dtype for node in program.graph.nodes if "move" in node.meta and node.meta["move"].role is Role.GRADIENT}
-        assert (torch.bfloat16 in dtypes) == (choice == "bf16")
+        summed, _ = partitioned(accumulating(joint.copy()), f"{strategy},precision=bf16,reduce_dtype={choice}")
+        assert (torch.bfloat16 in gradient_dtypes(program)) == (choice == "bf16") and gradient_dtypes(program) == gradient_dtypes(summed)
         for got, want, item in zip(simulate(program, Strategy.parse(strategy).mesh, inputs), expected, joint.outputs, strict=True):
             if item.kind is Kind.GRAD:
                 assert relative_error(got, want) <= RELATIVE[torch.bfloat16], (choice, item.target)
