@@ -63,6 +63,21 @@ def assert_parity(
     assert errors[worst] <= PARAMETERS_AFTER_STEPS, f"{worst}: relative error {errors[worst]:.3g} after {len(losses)} steps"
 
 
+def check_both(reference: nn.Module, model: nn.Module, loss_of: Callable, steps: int, lr: float = 0.01, by_pytorch: bool = False) -> None:
+    """Train both with SGD on `loss_of(model, step)`, which ends the step's forward; the same losses, parameters and buffers come out."""
+    losses = []
+    for one in (reference, model):
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=lr), []
+        for step in range(steps):
+            loss = loss_of(one, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert_parity(reference, model, *losses, by_pytorch=by_pytorch)
+
+
 def check_parity(name: str, strategy: str | None, make_optimizer: Callable = adamw, **options) -> nn.Module:
     """Train a zoo model both ways; returns the compiled model."""
     model, reference, expected = plainly_trained(name, make_optimizer)

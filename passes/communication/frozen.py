@@ -48,7 +48,6 @@ class KeptCodes:
             if item.kind is Kind.PARAM and item.target in frozen.names and item.target not in step.constants and _only_gathered(node, gathers)
         }
         self._rows: dict[torch.fx.Node, torch.fx.Node] = {}  # placeholder -> the message as a row
-        self._sizes = {node: node.meta["val"].numel() for node in self._inputs}
 
     @property
     def count(self) -> int:
@@ -87,15 +86,16 @@ class KeptCodes:
 
 def _only_gathered(node: torch.fx.Node, gathers: Collection[torch.fx.Node]) -> bool:
     """Whether everything that reads a weight's part is one of `gathers`, at the end of casts and views."""
-    left, found = list(node.users), False
+    left, found = [node], False
     while left:
-        user = left.pop()
-        if user in gathers:
-            found = True
-        elif user.target in _ON_THE_WAY and user.args[0] is not None and (user.target is not own.after.default or user.args[1] not in (node, user.args[0])):
-            left.extend(user.users)
-        else:
-            return False
+        value = left.pop()
+        for user in value.users:
+            if user in gathers:
+                found = True
+            elif user.target in _ON_THE_WAY and user.args[0] is value and value not in user.args[1:]:
+                left.append(user)
+            else:
+                return False
     return found
 
 

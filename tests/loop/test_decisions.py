@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from training import assert_parity, compiled
+from training import assert_parity, check_both, compiled
 
 from graphacc.capture.functions import ctc_loss
 from graphacc.loop.decisions import MAX_ANSWERS
@@ -276,15 +276,4 @@ def test_checks_of_transformers_models(make, batch, strategy):
         if name.endswith("k_proj.bias"):
             nn.init.normal_(parameter)  # its gradient is rounding noise, which would be all that a bias of zeros has after the steps
     model = compiled(copy.deepcopy(reference), strategy, memory_plan="xla")
-    losses = []
-    for one in (reference, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
-        found = []
-        for step in range(3):
-            loss = one(**batch(step)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    assert_parity(reference, model, *losses)
+    check_both(reference, model, lambda one, step: one(**batch(step)).loss, steps=3)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from training import assert_parity, compiled
+from training import assert_parity, check_both, compiled
 
 import graphacc
 
@@ -57,19 +57,13 @@ def test_a_change_after_the_call_is_for_the_next_call(change, with_gradient_of_i
     torch.manual_seed(0)
     reference = Scaled()
     model = compiled(copy.deepcopy(reference), None)
-    losses = []
-    for one in (reference, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
-        found = []
-        for step in range(4):
-            loss = one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).requires_grad_(with_gradient_of_input)).pow(2).mean()
-            change(one)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    assert_parity(reference, model, *losses)
+
+    def loss_of(one, step):
+        loss = one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).requires_grad_(with_gradient_of_input)).pow(2).mean()
+        change(one)
+        return loss
+
+    check_both(reference, model, loss_of, steps=4)
 
 
 def test_a_tensor_that_is_changed_in_place_after_the_call_is_refused():
@@ -169,15 +163,5 @@ def test_an_attribute_that_is_none_at_first_and_a_new_tensor_after_every_call():
     reference, model = Model(), Model()
     model.load_state_dict(reference.state_dict())
     model = compiled(model, None)
-    losses = []
-    for one in (reference, model):
-        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
-        for step in range(6):
-            loss = one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    assert_parity(reference, model, *losses)
+    check_both(reference, model, lambda one, step: one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean(), steps=6, lr=0.1)
     assert len(model.programs) == 2

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from training import assert_parity, compiled
+from training import assert_parity, check_both, compiled
 
 from graphacc.capture.randomness import keyed_randomness
 
@@ -208,18 +208,7 @@ def test_shapes_that_depend_on_values_do_not_compile_for_ever():
     torch.manual_seed(0)
     reference = Changing()
     model = compiled(copy.deepcopy(reference), None)
-    losses = []
-    for one in (reference, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=1e-3)
-        found = []
-        for step in range(16):
-            loss = one(torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    assert_parity(reference, model, *losses, by_pytorch=True)
+    check_both(reference, model, lambda one, step: one(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))), steps=16, lr=1e-3, by_pytorch=True)
     assert len(model.programs) < 2 * 8 + 2 + 2
     assert "the submodule second (Sequential) runs by PyTorch, not compiled: its arguments had more than 8 different shapes" in model.explain()
 
