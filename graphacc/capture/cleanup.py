@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from graphacc._compat.torch_ import fake_mode
 from graphacc.errors import CaptureError
@@ -40,8 +41,10 @@ def rebuilt(
         The graph, and the value of every placeholder beyond `names`, under the placeholder's name.
 
     Raises:
-        CaptureError: the trace lifted a tensor that requires a gradient, or one that it replaced.
+        CaptureError: the trace lifted a tensor that requires a gradient, or one that it replaced; or an operator gives no result.
     """
+    forward_of = _notes_by_sequence(module.graph)
+    _check_effects(module, phase, forward_of)
     module.graph.eliminate_dead_code()  # also what has no value, such as a gradient that was not asked for
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -49,7 +52,6 @@ def rebuilt(
     assert len(old_placeholders) == len(names), f"{len(old_placeholders)} placeholders for {len(names)} inputs"
     for node, name in zip(old_placeholders, names):
         copies[node] = _placeholder(graph, name, node.meta["val"], phase)
-    forward_of = _notes_by_sequence(module.graph)
     _check_lifted(module, replaced)
     constants = _copy_constants(module, graph, copies, phase, forward_of)
     for node in module.graph.nodes:
@@ -102,6 +104,17 @@ def _is_uniform(value: Tensor) -> bool:
     return bool((value == value.flatten()[0]).all())
 
 
+def _check_effects(module: fx.GraphModule, phase: Phase, forward_of: dict[int, dict]) -> None:
+    """No operator may be called for what it does alone; torch 2.13 keeps assertions on tensors alive, 2.9 drops them as dead code."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and not node.target._schema.returns:
+            where = _note(node, phase, forward_of)["stack_trace"].strip() or "code of a library"
+            raise CaptureError(
+                f"{node.target} gives no result and is called for what it does, such as a check of values on the device, which a compiled program cannot do.\n"
+                f"{where}\nPyTorch runs this model; for a compiled one check values of the batch by `if` and `raise`, or outside of the model"
+            )
+
+
 def _check_lifted(module: fx.GraphModule, replaced: Mapping[int, str]) -> None:
     for node in module.graph.nodes:
         if node.op != "get_attr":
@@ -137,12 +150,6 @@ def _is_identity(node: fx.Node) -> bool:
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], phase: Phase, forward_of: dict[int, dict]) -> fx.Node:
     args = fx.map_arg(node.args, copies.__getitem__)
     kwargs = {key: value for key, value in fx.map_arg(node.kwargs, copies.__getitem__).items() if key not in _PLACEMENT}
-    if "val" not in node.meta:
-        where = _note(node, phase, forward_of)["stack_trace"].strip() or "code of a library"
-        raise CaptureError(
-            f"{node.target} gives no result and is called for what it does, such as a check of values on the device, which a compiled program cannot do.\n"
-            f"{where}\nPyTorch runs this model; for a compiled one check values of the batch by `if` and `raise`, or outside of the model"
-        )
     copy = graph.call_function(node.target, args, kwargs)
     copy.meta = {"val": node.meta["val"], **_note(node, phase, forward_of)}
     return copy

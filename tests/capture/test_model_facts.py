@@ -169,6 +169,17 @@ def test_unregistered_parameter_is_refused():
         )
 
 
+def test_an_assertion_on_values_is_refused():
+    """Torch 2.9 would drop it as dead code."""
+
+    def forward(self, x):
+        torch._assert_async((x < 2).all())
+        return (x @ self.weight).sum()
+
+    with pytest.raises(CaptureError, match=r"_assert_async.*gives no result[\s\S]*test_model_facts.py.*\n *torch._assert_async"):
+        joint_of(Applied(forward), {"x": X})
+
+
 def test_gradient_hooks_run():
     model = Applied(lambda self, x: (x @ self.weight).square().sum())
     plain = run(joint_of(model, {"x": X}), model_values(model, joint_of(model, {"x": X})) | batch_values({"x": X}) | key())
