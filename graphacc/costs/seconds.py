@@ -1,0 +1,95 @@
+"""Seconds of kernels and of collectives on a `Hardware`.
+
+Both take numbers or arrays, and give alike, so that many candidates cost a few array operations.
+
+A kernel takes as long as its arithmetic or its memory, whichever is slower (the roofline of Williams, Waterman and Patterson, 2009), and
+the launch. A collective over a group of n ranks takes
+
+    meeting + sum over levels (steps over the level's links * their latency) + bytes received / bandwidth
+
+with bytes as in `planning.received_bytes`. A ring over u units of n/u ranks each makes u - 1 of its n - 1 steps between units and
+the others inside (NCCL, src/graph/tuning.cc). The n/u ranks of a unit reach outside over their own links, all at once, so that a
+ring's bandwidth is that of its slowest level: one rank in each host has one NIC, eight have eight.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from graphacc.costs.hardware import Chip, Hardware
+from graphacc.errors import StrategyError
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+
+def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip):
+    """Seconds of kernels.
+
+    Args:
+        flops: of each kernel; number or array [...].
+        dims: (m, k, n) of its product, [..., 3]; None: none of them is one, or they are as efficient as the largest.
+        size_bytes: read and written, [...].
+        dtype: of the products, "fp32" or "bf16".
+
+    Returns:
+        [...]; 0 where there is neither arithmetic nor memory, as for a view.
+    """
+    smallest = math.inf if dims is None else np.min(np.asarray(dims), axis=-1)
+    arithmetic = np.asarray(flops) / (chip.peak_flops(dtype) * chip.efficiency(smallest))
+    memory = np.asarray(size_bytes) / (chip.memory_bandwidth * chip.memory_efficiency)
+    seconds = np.maximum(arithmetic, memory)
+    return np.where(seconds > 0, seconds + chip.launch_seconds, 0.0)[()]
+
+
+def collective_seconds(kind: str, size_bytes, hardware: Hardware, group: tuple[int, ...]):
+    """Seconds of a collective that all groups run at the same time.
+
+    Args:
+        kind: one of `COLLECTIVES`.
+        size_bytes: number or array [...], with the meaning of `Move.size_bytes`: of the whole tensor where it is gathered, reduced, or
+            before it is scattered; of one rank's part for "all_to_all" and "permute".
+        group: as of `Hardware.group`.
+
+    Returns:
+        [...]; 0 for a group of one rank.
+
+    Raises:
+        StrategyError: another kind.
+    """
+    latency, per_byte = collective_terms(kind, hardware, group)
+    return latency + np.asarray(size_bytes)[()] * per_byte
+
+
+@functools.lru_cache(maxsize=4096)
+def collective_terms(kind: str, hardware: Hardware, group: tuple[int, ...]) -> tuple[float, float]:
+    """(seconds of latency, seconds per byte) of `collective_seconds`."""
+    if not group or group[-1] == 1:
+        return 0.0, 0.0
+    counts = list(zip(collective_counts(kind, group), hardware.levels, strict=True))
+    latency = hardware.meeting_seconds + sum(steps * level.latency_seconds for (steps, _), level in counts)
+    return latency, max(share / level.bandwidth for (_, share), level in counts)
+
+
+def collective_counts(kind: str, group: tuple[int, ...]) -> list[tuple[float, float]]:
+    """For each level: steps over its links, one after the other; and bytes over one chip's links, as a share of `size_bytes`.
+
+    An all-reduce receives twice what a gather does; its steps are those of a tree up and down, which NCCL takes where latency matters.
+    """
+    if kind not in COLLECTIVES:
+        raise StrategyError(f"collective {kind!r} is unknown: choose one of {', '.join(COLLECTIVES)}")
+    num_ranks, below = group[-1], 1
+    counts = []
+    for within in group:
+        units = within / below  # of the level below that the group spans, in a unit of this one
+        crosses = within > below
+        if kind == "permute":
+            counts.append((0.0 if within < num_ranks or not crosses else 1.0, float(crosses)))
+        elif kind == "all_to_all":
+            counts.append((num_ranks / below - num_ranks / within, (within - below) / num_ranks))
+        else:
+            both = kind == "all_reduce"
+            steps = 2 * math.log2(units) if both else num_ranks / below - num_ranks / within
+            counts.append((steps, crosses * (1 + both) * (num_ranks - 1) / num_ranks / below))
+        below = within
+    return counts
