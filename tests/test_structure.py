@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "costs": {"errors", "graph", "ops", "passes.memory"},
     "passes.memory": {"errors", "kernels"},
     "capture": {"errors", "_compat", "graph", "hlo", "ops", "lowering"},
-    "passes": {"errors", "_compat", "graph", "hlo", "ops", "strategy"},
+    "passes": {"errors", "_compat", "graph", "hlo", "ops", "strategy", "costs"},
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
     "runtime": {"errors", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},
     "loop": {"errors", "_compat", "graph", "hlo", "capture", "costs", "passes", "runtime", "strategy"},

@@ -1,5 +1,19 @@
-"""What a step costs on one device, predicted from its graph without compiling it."""
+"""What a step costs, predicted from its graph without compiling it: memory of one device, work, and seconds on a `Hardware`."""
 
+from graphacc.costs.hardware import Chip, Hardware, Level
 from graphacc.costs.memory import MemoryPrediction, predict_memory
+from graphacc.costs.seconds import collective_seconds, compute_seconds
+from graphacc.costs.work import Work, kernels, node_work
 
-__all__ = ["MemoryPrediction", "predict_memory"]
+__all__ = [
+    "Chip",
+    "Hardware",
+    "Level",
+    "MemoryPrediction",
+    "Work",
+    "collective_seconds",
+    "compute_seconds",
+    "kernels",
+    "node_work",
+    "predict_memory",
+]

@@ -35,7 +35,7 @@ def problem_from_step(step: StepGraph) -> tuple[Problem, tuple[torch.fx.Node, ..
     """
     places = _places(step)
     donated = _donated(step, places)
-    calls = [node for node in step.graph.nodes if node.op == "call_function" and not _is_view(node)]
+    calls = [node for node in step.graph.nodes if node.op == "call_function" and not is_view(node)]
     reads = {node: _read_places(node, places) for node in calls}
     order = _with_in_place_writes(calls, reads, donated)
     kept = {place for node in step.results for place in places[node]}
@@ -67,7 +67,7 @@ def _sizes(node: torch.fx.Node) -> list[int]:
     return [math.prod(item.shape) * item.dtype.itemsize if isinstance(item, torch.Tensor) else 0 for item in tensors]
 
 
-def _is_view(node: torch.fx.Node) -> bool:
+def is_view(node: torch.fx.Node) -> bool:
     target = node.target
     if target is operator.getitem or target in _SHARES_ITS_OPERAND:
         return True
@@ -80,7 +80,7 @@ def _places(step: StepGraph) -> dict[torch.fx.Node, tuple[Place, ...]]:
     for node in step.graph.nodes:
         if node.op == "placeholder":
             places[node] = ((node, 0),)
-        elif node.op == "call_function" and _is_view(node):
+        elif node.op == "call_function" and is_view(node):
             base = places[node.args[0]]
             if node.target is operator.getitem:
                 places[node] = (base[node.args[1]],)

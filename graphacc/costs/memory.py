@@ -128,7 +128,7 @@ def _problem(step: StepGraph) -> Problem:
             places[node] = frozenset({made[base][node.args[1]]})
         elif base is not None:
             places[node] = places[base]
-        elif _computed_on_the_fly(node):
+        elif computed_on_the_fly(node):
             places[node] = reads
         else:
             made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
@@ -140,7 +140,8 @@ def _problem(step: StepGraph) -> Problem:
     return Problem(operators=tuple(operators), buffers=tuple(buffers))
 
 
-def _computed_on_the_fly(node: torch.fx.Node) -> bool:
+def computed_on_the_fly(node: torch.fx.Node) -> bool:
+    """Whether a call's result is never stored, since all its users can compute it for themselves."""
     if node.op != "call_function" or not _is_fusible(node) or not node.users:
         return False
     if len(node.users) > 1 and not _may_be_repeated(node):

@@ -13,8 +13,8 @@ import re
 
 import torch
 import torch.fx
-from torch.utils.flop_counter import flop_registry
 
+from graphacc.costs.work import node_work
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.stages.values import VIEWS, free_values, is_item, readers, size_bytes
 
@@ -28,7 +28,6 @@ SLACK = 1.25
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 _EMBEDDING = aten.embedding.default
-_ATTENTION = (torch.ops.graphacc.sdpa.default, torch.ops.graphacc.flash_attention.default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,22 +143,8 @@ def work(node: torch.fx.Node) -> float:
     results = [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, torch.Tensor)]
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return float(sum(v.numel() for v in results))
-    return _flops(node) + FLOPS_PER_BYTE * sum(v.numel() * v.dtype.itemsize for v in results)
-
-
-def _flops(node: torch.fx.Node) -> float:
-    if node.target in _ATTENTION:
-        query, key, value = (operand.meta["val"] for operand in node.args[:3])
-        return 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    if "grouped_mm" in str(node.target):
-        rows, weights = node.args[0].meta["val"], node.args[1].meta["val"]
-        return 2.0 * rows.numel() * weights.shape[-1]
-    counter = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if counter is None:
-        return 0.0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    return float(counter(*args, **kwargs, out_val=node.meta["val"]))
+    return node_work(node).flops + FLOPS_PER_BYTE * sum(v.numel() * v.dtype.itemsize for v in results)
 
 
 def _works(node: torch.fx.Node, forward: Forward) -> bool:
-    return bool(_flops(node)) or (node.target is _EMBEDDING and bool(forward.parameters[node]))
+    return bool(node_work(node).flops) or (node.target is _EMBEDDING and bool(forward.parameters[node]))
