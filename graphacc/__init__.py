@@ -16,6 +16,9 @@ _PUBLIC = {
     "compile": "graphacc.api",
     "train_step": "graphacc.api",
     "verify": "graphacc.api",
+    "plan": "graphacc.search.model",
+    "Plan": "graphacc.search",
+    "Hardware": "graphacc.costs.hardware",
     "mark_sharding": "graphacc.api",
     "save_checkpoint": "graphacc.checkpoints",
     "load_checkpoint": "graphacc.checkpoints",
@@ -45,6 +48,7 @@ if _typing.TYPE_CHECKING:
     from graphacc import distributed
     from graphacc.api import compile, mark_sharding, train_step, verify
     from graphacc.checkpoints import load_checkpoint, save_checkpoint
+    from graphacc.costs.hardware import Hardware
     from graphacc.errors import (
         BatchIndexError,
         CaptureError,
@@ -59,6 +63,8 @@ if _typing.TYPE_CHECKING:
         VerificationError,
     )
     from graphacc.ops.flash_attention import flash_attention
+    from graphacc.search import Plan
+    from graphacc.search.model import plan
     from graphacc.strategy import Strategy
     from graphacc.strategy.annotations import P
 

@@ -1,5 +1,6 @@
 """The public functions: compile a model, and run its step explicitly."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -7,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
+from graphacc.loop.choice import Choice
 from graphacc.loop.engine import Engine, Options
 from graphacc.loop.fallback import CHOICES
 from graphacc.loop.module import attach, engine_of, is_compiled, seed_of_torch
@@ -17,6 +20,7 @@ from graphacc.loop.pipelined import PipelinePrograms
 from graphacc.loop.programs import Programs
 from graphacc.loop.verify import Report
 from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
+from graphacc.search import Plan, Request, describe_parameter, first_strategy
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import Annotations, P, annotate, annotated, checked_spec, pinned_parameters
 
@@ -29,7 +33,7 @@ BATCHES = ("global", "local")
 def compile(
     model: nn.Module,
     *,
-    strategy: Strategy | str | None = None,
+    strategy: Strategy | Plan | str | None = None,
     devices: int | None = None,
     precision: str | None = None,
     capture: str = "auto",
@@ -54,7 +58,9 @@ def compile(
 
     Args:
         model: the module to train. Its parameters and buffers move to the devices at the first step.
-        strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"). Default: ``fsdp`` over all devices.
+        strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"); "auto" searches the fastest one that
+            fits into the devices' memory, "auto,tp=2" with what is pinned (`graphacc.plan` says more, and needs no devices); a plan, or
+            the path of one that ends in ".json", is replayed. Default: ``fsdp`` over all devices.
         devices: number of devices; on CPU they are virtual and made on demand. Default: what the strategy needs, else all.
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
         capture: "fx" captures operators in a torch.fx graph; "lazy" records HLO with PyTorch/XLA's lazy tensors (needs torch_xla 2.9),
@@ -107,11 +113,11 @@ def compile(
         asked = dict(verify=verify, max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
         asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None)
         _check_not_asked(capture, asked)
-        alone = _choose_strategy(strategy, 1 if devices is None else devices, precision)
+        alone, _ = _choose_strategy(model, strategy, 1 if devices is None else devices, precision)
         return run_on_torch_xla(model, alone, seed=seed)
     if not any(True for _ in model.parameters()):
         log.warning("graphacc: %s has no parameters, so there is nothing to train in it: compile the module that holds the layers", type(model).__name__)
-    chosen = _choose_strategy(strategy, devices, precision)
+    chosen, request = _choose_strategy(model, strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
             f'batch="local" with microbatches={chosen.microbatches}: the rows of a microbatch would come from every process; '
@@ -130,7 +136,7 @@ def compile(
         seed=seed,
     )
     options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
-    engine = Engine(model, programs, options)
+    engine = Engine(model, programs, options, None if request is None else Choice(request))
     engine.verifier.request(verify)
     attach(model, engine)
     install_hooks()
@@ -229,15 +235,34 @@ def _pins(model: nn.Module, annotations: Annotations, strategy: Strategy) -> dic
     return pinned_parameters(annotations, annotated(model), shapes, aliases, strategy)
 
 
-def _choose_strategy(strategy: Strategy | str | None, devices: int | None, precision: str | None) -> Strategy:
+def _choose_strategy(
+    model: nn.Module, strategy: Strategy | Plan | str | None, devices: int | None, precision: str | None
+) -> tuple[Strategy, Request | None]:
+    """The strategy, and what is searched; programs without gradients run under the strategy until it is found."""
+    if isinstance(strategy, str) and strategy.endswith(".json"):
+        strategy = Plan.load(strategy)
+    if isinstance(strategy, Plan):
+        count = strategy.strategy.num_devices if devices is None else devices
+        parameters = {name: describe_parameter(p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+        strategy.check(parameters, count, Hardware.present(count).chip.name)
+        strategy = strategy.strategy
+    count = devices if devices is not None else available_devices() if strategy is None or _is_auto(strategy) else None
+    if isinstance(strategy, str) and _is_auto(strategy):
+        request = Request.parse(strategy, count)
+        if precision is not None:
+            request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
+        return first_strategy(request), request if count > 1 else None
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     if strategy is None:
-        count = devices if devices is not None else available_devices()
         strategy = Strategy(fsdp=count)
     if precision is not None:
         strategy = strategy.replace(precision=precision)
-    return _with_nodes(strategy)
+    return _with_nodes(strategy), None
+
+
+def _is_auto(strategy: object) -> bool:
+    return isinstance(strategy, str) and strategy.strip().partition(",")[0].strip() == "auto"
 
 
 def _with_nodes(strategy: Strategy) -> Strategy:

@@ -11,6 +11,7 @@ from graphacc.passes.memory.csvfile import read_problem, write_solution
 from graphacc.passes.memory.jsonfile import read_order_problem, write_plan
 from graphacc.passes.memory.plan import plan as plan_order_and_addresses
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, LiveBuffer, OrderPlan, Status
+from graphacc.search.command import add_command as add_plan_command
 
 EXIT_SOLVED, EXIT_UNSOLVED, EXIT_ERROR = 0, 1, 2
 
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--seconds", type=float, default=10.0, metavar="S", help="budget (default 10)")
     plan.add_argument("--threads", type=int, default=2, metavar="N", help="searches at the same time (default 2)")
     plan.set_defaults(run=_plan_memory)
+    add_plan_command(commands)
     return parser
 
 

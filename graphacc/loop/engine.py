@@ -26,6 +26,7 @@ from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError
 from graphacc.graph import Kind
 from graphacc.loop import build, collector, regions
+from graphacc.loop.choice import Choice
 from graphacc.loop.decisions import Answers, Read, Recorder
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.fallback import Fallback
@@ -118,8 +119,9 @@ class Elapsed:
 class Engine:
     """Everything behind one compiled model."""
 
-    def __init__(self, model: nn.Module, programs: Programs, options: Options):
+    def __init__(self, model: nn.Module, programs: Programs, options: Options, choice: Choice | None = None):
         self.model = model
+        self.choice = choice  # of the strategy, where the user leaves it to a search
         self.programs = programs
         programs.frozen = self._frozen
         self.options = options
@@ -1003,6 +1005,20 @@ class Engine:
                 self._joints.pop(next(iter(self._joints)))
         return self._joints[key]
 
+    def _choose(self, tape: Tape, update: Callable[[], build.Step] | None = None) -> None:
+        """Search the strategy, if that is still to be done; captures are kept for the program."""
+        if self.choice is not None:
+            self.choice.settle(self, lambda: self.fallback.attempt(lambda: self._joint(tape)), update)
+
+    def bring_home(self) -> None:
+        """Everything that the devices hold comes to the host, to be uploaded again in another layout."""
+        with self.lock:
+            for handle in self.handles.values():
+                handle.refresh()
+            for binding in self.bindings.values():
+                self.fetch_optimizer_state(binding)
+                binding.state_on_device = False
+
     def _run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:
         """Compute values of the forward part."""
         self.settle_buffers(ahead=tape)
@@ -1017,6 +1033,7 @@ class Engine:
 
     def _run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
+        self._choose(tape)
         count = self.programs.strategy.microbatches
         compiled = self._program(
             "grad",
@@ -1047,10 +1064,13 @@ class Engine:
     def _run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
         """The whole step in one program."""
         code = self._gradient_code(tape, names)
+        captured = functools.cache(lambda backend: self._capture(build.update_graph, binding.optimizer, code, binding.dynamic))
+        update = lambda: captured(self.fallback.backend.name)  # noqa: E731
+        self._choose(tape, update)
         compiled = self._program(
             "step",
             {**self._forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code)},
-            lambda: build.step_graph(self._joint(tape), self._capture(build.update_graph, binding.optimizer, code, binding.dynamic)),
+            lambda: build.step_graph(self._joint(tape), update()),
         )
         self._upload_optimizer_state(compiled, binding)
         with self.verifier.watching(compiled, tape, binding=binding, code=code):

@@ -87,7 +87,7 @@ class Programs:
         local_batch: bool = False,
         seed: int,
     ):
-        self.strategy = strategy
+        self.strategy, self.num_devices = strategy, num_devices
         self.batch_dims = dict(batch_dims)
         self.seed = seed  # as chosen; processes with different ones would draw, and have initialised, different numbers
         self.local_batch = local_batch  # every process gives its own part of the batch
@@ -98,19 +98,24 @@ class Programs:
         self.annotations = annotations
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
         self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
-        self.splits = TensorParallel(splits={}, reasons={})
-        self.experts: frozenset[str] = frozenset()
-        with kept_random_state():  # JAX's devices are made here
-            self.mesh = make_mesh(strategy, select_devices(num_devices))
-        self.state = TrainState(self.mesh)
-        self.compiled: list[Compiled] = []
         self.build_seconds = 0.0  # that capturing and compiling took
         self.num_let_go = 0  # programs that were dropped for newer ones
-        self._by_key: dict[Hashable, Compiled] = {}
-        self._aspects: dict[str, dict[str, Hashable]] = {}
+        self.adopt(strategy)
         self._notes: set[str] = set()  # what has been logged already
         self._labels: dict[Hashable, str] = {}  # of the programs that several processes run
         self._agreements: dict[Hashable, int] = {}  # on a program that is being compiled
+
+    def adopt(self, strategy: Strategy) -> None:
+        """Begin anew under a strategy: without programs, and with nothing on the devices."""
+        self.strategy = strategy
+        self.splits = TensorParallel(splits={}, reasons={})
+        self.experts: frozenset[str] = frozenset()
+        with kept_random_state():  # JAX's devices are made here
+            self.mesh = make_mesh(strategy, select_devices(self.num_devices))
+        self.state = TrainState(self.mesh)
+        self.compiled: list[Compiled] = []
+        self._by_key: dict[Hashable, Compiled] = {}
+        self._aspects: dict[str, dict[str, Hashable]] = {}
 
     @property
     def runs_whole_steps(self) -> bool:

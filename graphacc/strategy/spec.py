@@ -173,16 +173,7 @@ class Strategy:
         Raises:
             StrategyError: an unknown field (the known ones are listed) or a value that is no number.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.partition("\n")[0].split(","))):
-            name, equals, value = part.partition("=")
-            if not equals or name not in known:
-                raise StrategyError(f"strategy {text!r}: {part!r} sets no known field; write name=value with a name out of {', '.join(known)}")
-            if name in values:
-                raise StrategyError(f"strategy {text!r}: {name} is set twice; keep one")
-            values[name] = _parse_value(name, text, part, value)
-        return cls(**values)
+        return cls(**parse_fields(text.partition("\n")[0]))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -195,6 +186,20 @@ class Strategy:
         """The shortest text that `parse` reads back."""
         changed = [f"{f.name}={_text(value)}" for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
         return ",".join(changed)
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """The fields that ``"dp=2,fsdp=4"`` sets, each checked alone."""
+    known = [field.name for field in dataclasses.fields(Strategy)]
+    values: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or name not in known:
+            raise StrategyError(f"strategy {text!r}: {part!r} sets no known field; write name=value with a name out of {', '.join(known)}")
+        if name in values:
+            raise StrategyError(f"strategy {text!r}: {name} is set twice; keep one")
+        values[name] = _parse_value(name, text, part, value)
+    return values
 
 
 def _check_count(name: str, value: object, at_least: int = 1) -> None:

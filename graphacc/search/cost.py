@@ -1,0 +1,166 @@
+"""What the program of one device computes, moves and keeps: read out of its graph, once per kernel, as data that times follow from."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.fx
+
+from graphacc.costs.hardware import Hardware
+from graphacc.costs.seconds import collective_seconds, compute_seconds
+from graphacc.costs.work import Work, kernels
+from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.passes.partition.plan import Role
+
+_LOOKED_THROUGH = (torch.ops.aten._to_copy.default, torch.ops.graphacc.after.default, torch.ops.aten.view.default, torch.ops.aten.permute.default)
+"""What gathers follow behind."""
+RETURNED = (Kind.LOSS, Kind.USER)
+"""Outputs that the loop gets; the others replace inputs, or are gradients that the update consumes."""
+_LARGE = 2**30  # dims of what is no product
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Collectives of one kind, along one axis or a part of it, of one role in one phase."""
+
+    axis: str
+    kind: str
+    role: Role
+    phase: Phase
+    sizes: tuple[int, ...]  # bytes of each, as `Move.size_bytes` says
+    counts: tuple[int, ...]  # how often each stands in the whole graph
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size * count for size, count in zip(self.sizes, self.counts))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter on one device, before the data axes split it."""
+
+    name: str
+    size_bytes: int  # as it is kept
+    travels_bytes: int  # as it is computed with: of a parameter that is cast to bf16 half of fp32's
+    trained: bool
+    gathers: int  # phases (forward, backward) that read it
+    count: int  # parameters that it stands for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphCost:
+    """The work of the program of one device."""
+
+    seconds: Mapping[Phase, float]  # of its kernels, one after the other
+    moved: tuple[Moved, ...]
+    weights: tuple[Weight, ...]
+    other_bytes: int  # buffers, batch, and what is returned to the loop
+    saved_bytes: int  # what forward leaves for backward, beyond one of each repeated layer
+    nodes: int
+
+
+def cost_of(step: StepGraph, hardware: Hardware, counts: Mapping[str, int] | None = None) -> GraphCost:
+    """Read the program of one device.
+
+    Args:
+        step: after the passes: shapes are those of one device.
+        counts: node -> nodes that it stands for, where equal layers were left out.
+    """
+    counts = counts or {}
+    found = kernels(step)
+    numbers = np.array([counts.get(node.name, 1) for node in found])
+    seconds = dict.fromkeys(Phase, 0.0)
+    for node, number, time in zip(found, numbers, _seconds(found, hardware)):
+        seconds[node.meta["phase"]] += float(number * time)
+    repeated = [(node, number) for node, number in zip(found, numbers) if number > 1 and node.meta["phase"] is Phase.FORWARD]
+    saved = sum((number - 1) * found[node].written_bytes for node, number in repeated if any(user.meta.get("phase") is Phase.BACKWARD for user in node.users))
+    return GraphCost(
+        seconds=seconds,
+        moved=_moved(step, counts),
+        weights=_weights(step, counts),
+        other_bytes=sum(counts.get(node.name, 1) * value_bytes(node) for node in _others(step)),
+        saved_bytes=int(saved),
+        nodes=len(step.graph.nodes),
+    )
+
+
+def move_seconds(moved: Moved, mesh: Mapping[str, int], hardware: Hardware) -> float:
+    """Time of these collectives, one after the other."""
+    group = _group(moved.axis, mesh, hardware)
+    return float(sum(count * collective_seconds(moved.kind, size, hardware, group) for size, count in zip(moved.sizes, moved.counts)))
+
+
+def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int, ...]:
+    """The group of an axis, or of the part of one: "fsdp/4" are 4 neighbours of fsdp, "fsdp%4" every fourth rank."""
+    for sign in "/%":
+        whole, found, inner = axis.partition(sign)
+        if found:
+            parts = {f"{whole}%": mesh[whole] // int(inner), f"{whole}/": int(inner)}
+            split = {name: size for key, value in mesh.items() for name, size in (parts if key == whole else {key: value}).items()}
+            return hardware.group(split, f"{whole}{sign}")
+    return hardware.group(mesh, axis)
+
+
+def _moved(step: StepGraph, counts: Mapping[str, int]) -> tuple[Moved, ...]:
+    found: dict[tuple, list[tuple[int, int]]] = collections.defaultdict(list)
+    for node in step.graph.nodes:
+        move = node.meta.get("move")
+        if move is not None and move.travels:
+            found[move.axis, move.collective, move.role, move.phase].append((move.size_bytes, counts.get(node.name, 1)))
+    return tuple(
+        Moved(axis=axis, kind=kind, role=role, phase=phase, sizes=tuple(size for size, _ in rows), counts=tuple(count for _, count in rows))
+        for (axis, kind, role, phase), rows in found.items()
+    )
+
+
+def _weights(step: StepGraph, counts: Mapping[str, int]) -> tuple[Weight, ...]:
+    return tuple(
+        _weight(node, item.target, item.trainable, counts.get(node.name, 1))
+        for node, item in zip(step.placeholders, step.inputs)
+        if item.kind is Kind.PARAM
+    )
+
+
+def _weight(node: torch.fx.Node, name: str, trained: bool, count: int) -> Weight:
+    """Phases and dtype in which a parameter is read, behind casts and views."""
+    phases: set[Phase] = set()
+    travels, left = [], [node]
+    while left:
+        value = left.pop()
+        for user in value.users:
+            if user.op != "call_function":
+                continue
+            if user.target in _LOOKED_THROUGH:
+                left.append(user)
+            elif user.meta["phase"] is not Phase.UPDATE:
+                phases.add(user.meta["phase"])
+                travels.append(value.meta["val"].dtype.itemsize)
+    kept = node.meta["val"]
+    width = min(travels, default=kept.dtype.itemsize)
+    return Weight(
+        name=name, size_bytes=value_bytes(node), travels_bytes=kept.numel() * min(width, kept.dtype.itemsize), trained=trained, gathers=len(phases), count=count
+    )
+
+
+def _others(step: StepGraph) -> list[torch.fx.Node]:
+    arguments = [node for node, item in zip(step.placeholders, step.inputs) if item.kind not in (Kind.PARAM, Kind.STATE, Kind.GRAD)]
+    return arguments + [node for node, item in zip(step.results, step.outputs) if item.kind in RETURNED]
+
+
+def value_bytes(node: torch.fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
+
+
+def _seconds(found: Mapping[torch.fx.Node, Work], hardware: Hardware) -> np.ndarray:
+    """Of each kernel [kernels]."""
+    works = list(found.values())
+    seconds = np.zeros(len(works))
+    for dtype in {work.dtype for work in works}:
+        chosen = np.array([i for i, work in enumerate(works) if work.dtype == dtype])
+        flops = np.array([works[i].flops for i in chosen])
+        dims = np.array([works[i].dims or (_LARGE,) * 3 for i in chosen])
+        seconds[chosen] = compute_seconds(flops, dims, np.array([works[i].size_bytes for i in chosen]), dtype, hardware.chip)
+    return seconds

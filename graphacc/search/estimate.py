@@ -1,0 +1,167 @@
+"""Time and memory of a strategy: evaluated on the graph of one device, or composed from a profile by arithmetic.
+
+A profile is the graph of one rank of the model-parallel axes at the strategy's local batch (the real passes, with plain `dp` as data axes).
+What `dp`, `fsdp` and `zero` add to it are collectives of known bytes and shares of the state:
+
+    ZeRO-3    gather of every weight for forward and backward, scatter of its gradient  over fsdp; all-reduce of the scattered part over dp
+    ZeRO-1    scatter of every gradient, gather of the updated weight                   over fsdp; all-reduce of the scattered part over dp
+    none      all-reduce of every gradient                                              over dp
+
+(Rajbhandari et al., "ZeRO", 2020, section 7.) Collectives of the data axes hide behind the computation of their phase where the
+hardware runs them at the same time; sums and exchanges of tp, cp and ep are waited for.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from graphacc.costs.hardware import Hardware
+from graphacc.graph import Phase
+from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
+from graphacc.passes.partition.plan import Role
+from graphacc.search.cost import GraphCost, Moved, move_seconds
+from graphacc.strategy.spec import Strategy
+
+HIDES = ("dp", "fsdp")
+"""Axes whose collectives can run beside computation."""
+SLOWED = 1.05
+"""How much longer computation takes beside collectives (Galvatron measures 1.1 to 1.3 on PCIe; NVLink's copies take few multiprocessors)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step of a strategy takes, on one device."""
+
+    compute_seconds: float
+    update_seconds: float
+    exposed_seconds: Mapping[str, float]  # mesh axis -> time in which a device waits for its collectives
+    hidden_seconds: float  # of collectives that run beside computation
+    parameter_bytes: int
+    state_bytes: int  # of the optimizer
+    other_bytes: int  # buffers, batch, gradients that stay between programs
+    temporary_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.update_seconds + sum(self.exposed_seconds.values())
+
+    @property
+    def bytes_per_device(self) -> int:
+        return self.parameter_bytes + self.state_bytes + self.other_bytes + self.temporary_bytes
+
+    def parts(self) -> dict[str, float]:
+        """What the seconds are spent on."""
+        return {"compute": self.compute_seconds, "update": self.update_seconds, **{f"{axis} communication": s for axis, s in self.exposed_seconds.items()}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What one rank of (tp, cp, ep) computes, moves and keeps, at one local batch."""
+
+    cost: GraphCost
+    temporary_bytes: int
+    state_bytes: Mapping[str, int]  # parameter -> bytes of its optimizer state on this rank
+    update_bytes: int  # that the whole update reads and writes
+
+    def estimate(self, strategy: Strategy, hardware: Hardware) -> Estimate:
+        """Compose the estimate of a strategy with this profile's model-parallel axes."""
+        stage, ranks = strategy.zero_stage, strategy.fsdp
+        weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
+        kept = sum(weight.size_bytes for weight in weights)
+        trained = [weight for weight in weights if weight.trained]
+        state = sum(self.state_bytes.get(weight.name, 0) for weight in weights)
+        gathered = [weight.travels_bytes for weight in weights]
+        gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
+        moved = [item for item in self.cost.moved if item.axis not in HIDES]
+        bucket = _bucket_bytes(strategy, sum(gathered))
+        if stage == 3:
+            again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
+            moved += [_gathers(phase, sizes, bucket) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
+        elif stage:
+            moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
+        if stage:
+            moved.append(_gradients("fsdp", "reduce_scatter", _messages(gradients, bucket, bucket // 2)))
+        if strategy.dp > 1:
+            parts = [size // ranks for size in gradients] if stage else gradients
+            moved.append(_gradients("dp", "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
+        share = 1 / ranks if stage else 1.0
+        transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
+        return _estimate(
+            seconds=dict(self.cost.seconds),
+            update=_stream_seconds(self.update_bytes * share, hardware),
+            moved=moved,
+            strategy=strategy,
+            hardware=hardware,
+            parameter_bytes=round(kept * (share if stage == 3 else 1.0)),
+            state_bytes=round(state * share),
+            other_bytes=self.cost.other_bytes,
+            temporary_bytes=self.temporary_bytes + self.cost.saved_bytes + transient,
+        )
+
+
+def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
+    """The estimate of a whole program of one device, with the bytes that it keeps by part."""
+    seconds = {phase: cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    return _estimate(seconds=seconds, update=update_seconds, moved=list(cost.moved), strategy=strategy, hardware=hardware, **sizes)
+
+
+def _estimate(
+    *, seconds: Mapping[Phase, float], update: float, moved: list[Moved], strategy: Strategy, hardware: Hardware, **sizes: int
+) -> Estimate:
+    exposed: dict[str, float] = {}
+    hideable = dict.fromkeys(Phase, 0.0)
+    by_axis: dict[tuple[Phase, str], float] = {}
+    for item in moved:
+        axis = item.axis.partition("/")[0].partition("%")[0]
+        time = move_seconds(item, strategy.mesh, hardware)
+        if axis in HIDES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
+            hideable[item.phase] += time
+            by_axis[item.phase, axis] = by_axis.get((item.phase, axis), 0.0) + time
+        else:
+            exposed[axis] = exposed.get(axis, 0.0) + time
+    hidden, slowed = 0.0, 0.0
+    for phase, total in hideable.items():
+        behind = min(total, seconds.get(phase, 0.0))
+        hidden += behind
+        slowed += behind * (SLOWED - 1)
+        for (at, axis), time in by_axis.items():
+            if at is phase and total > behind:
+                exposed[axis] = exposed.get(axis, 0.0) + (total - behind) * time / total
+    compute = sum(seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) + slowed
+    return Estimate(compute_seconds=compute, update_seconds=update, exposed_seconds=exposed, hidden_seconds=hidden, **sizes)
+
+
+def _gathers(phase: Phase, sizes: Sequence[int], bucket: int) -> Moved:
+    """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`)."""
+    small = [size for size in sizes if size <= SMALL_BYTES]
+    messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
+    return Moved(axis="fsdp", kind="all_gather", role=Role.WEIGHT, phase=phase, sizes=messages, counts=(1,) * len(messages))
+
+
+def _gradients(axis: str, kind: str, messages: tuple[int, ...]) -> Moved:
+    return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, sizes=messages, counts=(1,) * len(messages))
+
+
+def _messages(sizes: Sequence[int], bucket: int, alone: int) -> tuple[int, ...]:
+    """Messages of at most `bucket` bytes, in order; what is larger than `alone` is one by itself."""
+    messages, filling = [], 0
+    for size in sizes:
+        if size > alone:
+            messages.append(size)
+        elif filling + size > bucket:
+            messages.append(filling)
+            filling = size
+        else:
+            filling += size
+    return tuple([*messages, *([filling] if filling else [])])
+
+
+def _bucket_bytes(strategy: Strategy, weights: int) -> int:
+    if strategy.bucket_mb is None:
+        return max(1, min(MAX_BYTES, weights // SHARE))
+    return round(strategy.bucket_mb * 1e6)
+
+
+def _stream_seconds(size: float, hardware: Hardware) -> float:
+    return size / (hardware.chip.memory_bandwidth * hardware.chip.memory_efficiency)
+
+

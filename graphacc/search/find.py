@@ -1,0 +1,376 @@
+"""The search: every strategy is estimated from a profile of its model-parallel axes, and the best ones by the real passes on the whole graph.
+
+    1  candidates       every strategy that the request allows (`space.py`)
+    2  profiles         the real passes for each (tp, cp, ep, local batch), on a graph in which equal layers are left out
+    3  estimates        each candidate by arithmetic (`estimate.py`), in order of time
+    4  finalists        the real passes on the whole graph; the first ones that fit into the memory
+
+The order of candidates is optimal within the model of costs, as all of them are estimated; what the model errs is said with the plan.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from graphacc.capture import stitch
+from graphacc.costs.hardware import Hardware
+from graphacc.costs.memory import predict_memory
+from graphacc.errors import GraphError, StrategyError
+from graphacc.graph import Kind, StepGraph
+from graphacc.passes.batch import default_batch_dims
+from graphacc.passes.experts import find_experts
+from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
+from graphacc.passes.pipeline import build_pipeline
+from graphacc.passes.runner import run_passes, without_collection
+from graphacc.search.cost import RETURNED, cost_of, value_bytes
+from graphacc.search.estimate import Estimate, Profile, evaluated
+from graphacc.search.plan import Plan, Rival
+from graphacc.search.space import CHOSEN, Limits, Refusals, Request, candidates
+from graphacc.strategy.spec import Strategy
+
+FINALISTS = 3
+"""Strategies that fit and are evaluated on the whole graph before the best is taken."""
+TIE = 0.01
+"""Relative difference in time below which less memory and fewer axes decide."""
+MARGIN = 0.08
+"""Of temporaries, over what is predicted."""
+_SHOWN = 5
+_PROFILED = ("tp", "sequence_parallel", "cp", "context", "ep")
+
+
+class Search:
+    """One captured step on one hardware.
+
+    Args:
+        joint: forward and backward, with global shapes; not changed.
+        update: the optimizer's step; None: not known yet, AdamW's state and traffic are assumed.
+        batch_dims: as of `build_pipeline`.
+        annotations: parameter -> mesh axis of every dim.
+        memory_bytes: of one device that a step may use; None: what the hardware has.
+        accumulates: gradients stay on the devices between programs.
+    """
+
+    def __init__(
+        self,
+        joint: StepGraph,
+        update: StepGraph | None,
+        hardware: Hardware,
+        *,
+        batch_dims: Mapping[str, int | None] | None = None,
+        annotations: Mapping[str, Iterable[str | None]] | None = None,
+        memory_bytes: int | None = None,
+        accumulates: bool = False,
+    ):
+        self.joint, self.update, self.hardware, self.accumulates = joint, update, hardware, accumulates
+        self.batch_dims = default_batch_dims(joint) | dict(batch_dims or {})
+        self.annotations = {name: tuple(spec) for name, spec in (annotations or {}).items()}
+        self.memory_bytes = hardware.usable_bytes if memory_bytes is None else memory_bytes
+        self.seconds: dict[str, float] = {}
+        self._profiles: dict[tuple, Profile | str] = {}  # a reason, where the passes refuse
+        self._exact: dict[Strategy, Estimate | str] = {}
+        self._splits: dict[int, Mapping] = {}
+        self._experts = find_experts(joint)
+        self._state = _state_bytes(update)
+
+    # ---- levels of evaluation
+
+    def estimate(self, strategy: Strategy) -> Estimate:
+        """By arithmetic from a profile.
+
+        Raises:
+            StrategyError: the passes refuse the strategy.
+        """
+        key = (*(getattr(strategy, name) for name in _PROFILED), strategy.dp * strategy.fsdp)
+        if key not in self._profiles:
+            start = time.perf_counter()
+            try:
+                self._profiles[key] = self._profile(strategy)
+            except (StrategyError, GraphError) as error:
+                self._profiles[key] = str(error).partition("\n")[0]
+            self._spent("profiles", start)
+        profile = self._profiles[key]
+        if isinstance(profile, str):
+            raise StrategyError(profile)
+        found = profile.estimate(strategy, self.hardware)
+        return self._with_gradients(found, strategy)
+
+    def evaluate(self, strategy: Strategy) -> Estimate:
+        """By the real passes on the whole graph.
+
+        Raises:
+            StrategyError: the passes refuse the strategy.
+        """
+        if strategy not in self._exact:
+            start = time.perf_counter()
+            try:
+                self._exact[strategy] = self._evaluate(strategy)
+            except (StrategyError, GraphError) as error:
+                self._exact[strategy] = str(error).partition("\n")[0]
+            self._spent("finalists", start)
+        found = self._exact[strategy]
+        if isinstance(found, str):
+            raise StrategyError(found)
+        return found
+
+    def fits(self, estimate: Estimate) -> bool:
+        return self.needed(estimate) <= self.memory_bytes
+
+    def needed(self, estimate: Estimate) -> int:
+        """Bytes of a device that a step may need: temporaries with their margin."""
+        return round(estimate.bytes_per_device + MARGIN * estimate.temporary_bytes)
+
+    # ---- the search
+
+    def run(self, request: Request) -> Plan:
+        """The fastest strategy that fits.
+
+        Raises:
+            StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
+        """
+        refusals = Refusals()
+        ranked = self._ranked(request, refusals)
+        if not ranked:
+            raise StrategyError(self._no_candidate(request, refusals))
+        finalists = self._finalists(ranked)
+        if not finalists:
+            raise StrategyError(self._infeasible(request, ranked))
+        best = min(estimate.seconds for _, estimate in finalists)
+        ties = [item for item in finalists if item[1].seconds <= best * (1 + TIE)]
+        strategy, estimate = min(ties, key=lambda item: (item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
+        return Plan(
+            strategy=strategy,
+            estimate=estimate,
+            hardware=self.hardware,
+            request=request.text,
+            rivals=self._rivals(strategy, estimate, ranked),
+            num_evaluated=len(ranked),
+            num_over_memory=sum(not self.fits(found) for _, found in ranked),
+            refusals=dict(refusals.counts),
+            pin_costs=self._pin_costs(request, ranked),
+            tokens=_tokens(self.joint, self.batch_dims),
+            model=described(self.joint),
+            search_seconds=dict(self.seconds),
+            notes=self._notes(),
+        )
+
+    def plan_of(self, strategy: Strategy) -> Plan:
+        """The plan of one strategy, which is not searched."""
+        return Plan(
+            strategy=strategy,
+            estimate=self.evaluate(strategy),
+            hardware=self.hardware,
+            request=str(strategy),
+            tokens=_tokens(self.joint, self.batch_dims),
+            model=described(self.joint),
+            search_seconds=dict(self.seconds),
+            notes=self._notes(),
+        )
+
+    def _ranked(self, request: Request, refusals: Refusals) -> list[tuple[Strategy, Estimate]]:
+        """All candidates with their estimates, the fastest first; equal ones by memory, number of axes and text, so that plans do not flip."""
+        found = []
+        for strategy in candidates(request, self.limits(), refusals):
+            try:
+                found.append((strategy, self.estimate(strategy)))
+            except StrategyError as error:
+                refusals.add(str(error))
+        return sorted(found, key=lambda item: (item[1].seconds, item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
+
+    def _finalists(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
+        """The first that fit by the real passes; what is estimated a quarter above the memory is left out."""
+        found: list[tuple[Strategy, Estimate]] = []
+        for strategy, estimate in ranked:
+            if self.needed(estimate) > 1.25 * self.memory_bytes:
+                continue
+            if len(found) >= FINALISTS:
+                break
+            try:
+                exact = self.evaluate(strategy)
+            except StrategyError:
+                continue
+            if self.fits(exact):
+                found.append((strategy, exact))
+        return found
+
+    def limits(self) -> Limits:
+        """What of the space cannot be, before anything is evaluated."""
+        batch = [item.shape[dim] for item in self.joint.inputs if item.kind is Kind.BATCH and (dim := self.batch_dims.get(item.target)) is not None]
+        experts = {item.shape[0] for item in self.joint.inputs if item.kind is Kind.PARAM and item.target in self._experts}
+        named = {axis for spec in self.annotations.values() for axis in spec if axis is not None}
+        inner = self.hardware.levels[0].size if self.hardware.levels and not self.hardware.shared_cores else None
+        return Limits(
+            batch_size=batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {"tp", "ep"}
+        )
+
+    # ---- explanation
+
+    def _rivals(self, strategy: Strategy, chosen: Estimate, ranked: Sequence[tuple[Strategy, Estimate]]) -> tuple[Rival, ...]:
+        """The best of each other kind of mesh, with what it lost by."""
+        found, kinds = [], {_kind(strategy)}
+        for other, estimate in ranked:
+            if _kind(other) in kinds or len(found) == _SHOWN:
+                continue
+            kinds.add(_kind(other))
+            exact = self._exact.get(other)
+            shown = exact if isinstance(exact, Estimate) else estimate
+            tie = self.fits(shown) and shown.seconds <= chosen.seconds * (1 + self.hardware.error)
+            found.append(Rival(strategy=other, estimate=shown, reason=self._reason(chosen, shown), is_tie=tie))
+        return tuple(found)
+
+    def _reason(self, chosen: Estimate, other: Estimate) -> str:
+        if not self.fits(other):
+            return f"needs {self.needed(other) / 2**30:.3g} GiB of {self.memory_bytes / 2**30:.3g}"
+        mine, theirs = chosen.parts(), other.parts()
+        difference = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {*mine, *theirs}}
+        name = max(difference, key=lambda key: (difference[key], key))
+        total = other.seconds / chosen.seconds - 1
+        if difference[name] <= 0:
+            return f"{100 * total:+.1f} %: more memory for no less time"
+        return f"{100 * total:+.1f} %, most of it {name}, {1e3 * difference[name]:+.3g} ms"
+
+    def _pin_costs(self, request: Request, ranked: Sequence[tuple[Strategy, Estimate]]) -> dict[str, float]:
+        """Relative time that each pin costs, by estimates alone."""
+        best = self._best_that_fits(ranked)
+        found = {}
+        for name in (name for name in request.pins if name in CHOSEN):
+            free = self._best_that_fits(self._ranked(request.without(name), Refusals()))
+            if best is not None and free is not None:
+                found[f"{name}={request.pins[name]}"] = best / free - 1
+        return found
+
+    def _best_that_fits(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> float | None:
+        return next((estimate.seconds for _, estimate in ranked if self.fits(estimate)), None)
+
+    def _no_candidate(self, request: Request, refusals: Refusals) -> str:
+        reasons = "".join(f"\n  {count} x {reason}" for reason, count in sorted(refusals.counts.items(), key=lambda item: -item[1]))
+        return f"{request.text} on {request.devices} devices: no strategy agrees with the pins and the step:{reasons or ' the sizes do not multiply to the number of devices'}"
+
+    def _infeasible(self, request: Request, ranked: Sequence[tuple[Strategy, Estimate]]) -> str:
+        """A minimal set of pins that conflicts with the memory, and the least change of each, and of the memory, that would do."""
+        conflict = [name for name in request.pins if name in CHOSEN]
+        for name in list(conflict):
+            relaxed = dataclasses.replace(request, pins={key: value for key, value in request.pins.items() if key not in CHOSEN or (key in conflict and key != name)})
+            if self._best_that_fits(self._ranked(relaxed, Refusals())) is None:
+                conflict.remove(name)
+        least, smallest = min(((self.needed(estimate), strategy) for strategy, estimate in ranked), key=lambda item: (item[0], str(item[1])))
+        pins = " with " + " and ".join(f"{name}={request.pins[name]}" for name in conflict) if conflict else ""
+        lines = [
+            f"no strategy of {request.devices} devices{pins} fits into {self.memory_bytes / 2**30:.3g} GiB per device. It would fit with",
+            f"  {least / 2**30:.3g} GiB per device ({smallest})",
+        ]
+        for name in conflict:
+            freed = [(s, e) for s, e in self._ranked(request.without(name), Refusals()) if self.fits(e)]
+            if freed:
+                lines.append(f"  {name}={getattr(freed[0][0], name)} in the place of {name}={request.pins[name]} ({freed[0][0]})")
+        if not conflict:
+            lines.append("  more devices, a smaller batch, or accumulation over several smaller ones")
+        return "\n".join(lines)
+
+    def _notes(self) -> tuple[str, ...]:
+        return () if self.update is not None else ("the optimizer is not known yet: AdamW's state is assumed",)
+
+    # ---- programs of one device
+
+    def _profile(self, strategy: Strategy) -> Profile:
+        plain = Strategy(
+            **{name: getattr(strategy, name) for name in _PROFILED},
+            dp=strategy.dp * strategy.fsdp,
+            bucket_mb=0,
+            precision=strategy.precision,
+            reduce_dtype=strategy.reduce_dtype,
+            capacity_factor=strategy.capacity_factor,
+        )
+        local = self._local(self.joint, plain)
+        cost = cost_of(local, self.hardware)
+        whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
+        state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
+        traffic = sum(w.count * (3 * w.size_bytes + 2 * state[w.name]) for w in cost.weights if w.trained)
+        return Profile(cost=cost, temporary_bytes=predict_memory(local).temporary_bytes, state_bytes=state, update_bytes=traffic)
+
+    def _evaluate(self, strategy: Strategy) -> Estimate:
+        """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
+        profile = self.estimate(strategy)
+        local = self._local(self.joint if self.update is None else stitch(self.joint, self.update), strategy)
+        held = dict.fromkeys(Kind, 0)
+        for node, item in zip(local.placeholders, local.inputs):
+            held[item.kind] += value_bytes(node)
+        returned = sum(value_bytes(node) for node, item in zip(local.results, local.outputs) if item.kind in RETURNED)
+        found = evaluated(
+            cost_of(local, self.hardware),
+            strategy,
+            self.hardware,
+            update_seconds=profile.update_seconds,
+            parameter_bytes=held[Kind.PARAM],
+            state_bytes=profile.state_bytes if self.update is None else held[Kind.STATE],
+            other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + returned,
+            temporary_bytes=predict_memory(local).temporary_bytes,
+        )
+        return self._with_gradients(found, strategy)
+
+    def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
+        splits = None
+        if strategy.tp > 1:
+            if strategy.tp not in self._splits:
+                self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, "tp")).splits
+            splits = self._splits[strategy.tp]
+        passes = build_pipeline(step, strategy, batch_dims=self.batch_dims, splits=splits, experts=self._experts)
+        with without_collection():
+            return run_passes(step.copy(), passes)[0]
+
+    def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
+        """With the gradients that stay between programs: whole ones below ZeRO-2."""
+        if not self.accumulates:
+            return estimate
+        trained = sum(_input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM and item.trainable)
+        kept = trained // (strategy.tp * (strategy.fsdp if strategy.zero_stage >= 2 else 1))
+        return dataclasses.replace(estimate, other_bytes=estimate.other_bytes + kept)
+
+    def _state_of(self, name: str, parameter_bytes: int) -> int:
+        return 2 * parameter_bytes if self._state is None else self._state.get(name, 0)
+
+    def _spent(self, part: str, start: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+def described(step: StepGraph) -> dict[str, str]:
+    """What a plan is for: every parameter with its shape, dtype, and whether it is trained."""
+    return {item.target: describe_parameter(item.shape, item.dtype, item.trainable) for item in step.inputs if item.kind is Kind.PARAM}
+
+
+def describe_parameter(shape: Iterable[int], dtype: object, trained: bool) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{'' if trained else ', not trained'}"
+
+
+def _state_bytes(update: StepGraph | None) -> dict[str, int] | None:
+    """Parameter -> bytes of its optimizer state, whole."""
+    if update is None:
+        return None
+    found: dict[str, int] = {}
+    for item in update.inputs:
+        if item.kind is Kind.STATE:
+            name = item.target.rpartition("/")[0]
+            found[name] = found.get(name, 0) + _input_bytes(item)
+    return found
+
+
+def _input_bytes(item) -> int:
+    size = item.dtype.itemsize
+    for n in item.shape:
+        size *= n
+    return size
+
+
+def _kind(strategy: Strategy) -> tuple:
+    """Strategies of one kind differ by how they share the state alone."""
+    return tuple(getattr(strategy, name) for name in _PROFILED), strategy.fsdp > 1, strategy.zero_stage
+
+
+def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None]) -> int | None:
+    """Elements of the first batch input of whole numbers, which are tokens; else rows."""
+    rows = None
+    for item in step.inputs:
+        if item.kind is Kind.BATCH and batch_dims.get(item.target) is not None:
+            if not item.dtype.is_floating_point and len(item.shape) == 2:
+                return item.shape[0] * item.shape[1]
+            rows = rows or item.shape[batch_dims[item.target]]
+    return rows

@@ -1,0 +1,121 @@
+"""`graphacc.plan`: a strategy for a model that is not trained here, for hardware that need not be here."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphacc.capture import Batch, capture_joint, capture_update
+from graphacc.costs.hardware import Hardware
+from graphacc.errors import StrategyError
+from graphacc.graph import Kind, StepGraph
+from graphacc.search.find import Search
+from graphacc.search.plan import Plan
+from graphacc.search.space import Request
+from graphacc.strategy.spec import Strategy
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    optimizer: "torch.optim.Optimizer | MakeOptimizer | None" = None,
+    *,
+    hardware: Hardware | str | None = None,
+    strategy: Strategy | str = "auto",
+    memory_gib: float | None = None,
+    precision: str | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    annotations: Mapping[str, Iterable[str | None]] | None = None,
+    **pins: Any,
+) -> Plan:
+    """Search the fastest strategy that fits, without running the model.
+
+    The step is captured on fake tensors, so that `model` and `batch` can be on the meta device, and larger than this machine's memory.
+
+    Args:
+        model: left exactly as it is.
+        batch: of all devices: a dict of keyword arguments, a tuple of positional ones, or a tensor.
+        optimizer: an optimizer of the model's parameters, or a function that makes one from them; None: ``torch.optim.AdamW``.
+        hardware: as text ("16x8xH100": hosts x chips, "8xH100", "cpu:8", or a file that `graphacc calibrate` wrote); None: the present devices.
+        strategy: "auto", or "auto" with pins ("auto,tp=2"); a whole strategy is evaluated and not searched.
+        memory_gib: GiB of a device that a step may use; None: what the hardware has.
+        precision: "fp32" or "bf16", as of `graphacc.compile`.
+        loss: ``loss(model, *args, **kwargs)`` gives the scalar loss; default: what the model returns, or its ``.loss``.
+        batch_dims: path of a batch tensor, such as "kwargs['src']" -> the dim that the data axes split, or None.
+        annotations: parameter -> the mesh axis of every dim.
+        **pins: fields of `Strategy` that must have these values.
+
+    Raises:
+        StrategyError: no strategy fits; with the pins that conflict, and what would do.
+        CaptureError: the step cannot be captured.
+    """
+    found = hardware if isinstance(hardware, Hardware) else Hardware.present() if hardware is None else Hardware.parse(hardware)
+    request, fixed = _asked(strategy, pins | ({} if precision is None else {"precision": precision}), found.num_devices)
+    asked = request.pins if fixed is None else dataclasses.asdict(fixed)
+    microbatches = asked.get("microbatches", 1)
+    joint = _joint(model, batch, loss, str(asked.get("precision", "fp32")), microbatches)
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
+    update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
+    assert isinstance(update, StepGraph)
+    search = Search(
+        joint,
+        update,
+        found,
+        batch_dims=batch_dims,
+        annotations=annotations,
+        memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
+        accumulates=microbatches > 1,
+    )
+    return search.run(request) if fixed is None else search.plan_of(fixed)
+
+
+def _asked(strategy: Strategy | str, pins: Mapping[str, Any], devices: int) -> tuple[Request, Strategy | None]:
+    """What is searched; or the strategy that is evaluated alone."""
+    if isinstance(strategy, str) and strategy.strip().startswith("auto"):
+        request = Request.parse(strategy, devices)
+        return Request(devices=devices, pins={**request.pins, **pins}), None
+    fixed = (Strategy.parse(strategy) if isinstance(strategy, str) else strategy).replace(**pins)
+    if fixed.num_devices > devices:
+        raise StrategyError(f"{fixed} needs {fixed.num_devices} devices, the hardware has {devices}: choose another strategy, or more hardware")
+    if fixed.pp > 1:
+        raise StrategyError(f"{fixed}: the cost of pipelines is not estimated yet; leave pp out")
+    return Request(devices=fixed.num_devices), fixed
+
+
+def _joint(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, precision: str, microbatches: int) -> StepGraph:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+    entries, structure = pytree.tree_flatten_with_path({"args": args, "kwargs": dict(kwargs)})
+    places = [i for i, (_, leaf) in enumerate(entries) if isinstance(leaf, Tensor)]
+    leaves = [leaf for _, leaf in entries]
+    paths = [pytree.keystr(path)[2:].replace("']", "", 1) for path, _ in entries]  # "kwargs['src']"
+
+    def call(module: nn.Module, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        filled = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        given = pytree.tree_unflatten(filled, structure)
+        result = module(*given["args"], **given["kwargs"]) if loss is None else loss(module, *given["args"], **given["kwargs"])
+        value = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+        if not isinstance(value, Tensor):
+            raise StrategyError(f"{type(module).__name__} returned a {type(result).__name__} without a loss: pass labels, or give `loss`")
+        return value, []
+
+    tensors = tuple(_rows(leaves[i], microbatches) for i in places)
+    joint = capture_joint(model, call, Batch(leaves=tensors, paths=tuple(paths[i] for i in places)), precision=precision)
+    assert isinstance(joint, StepGraph)
+    return joint
+
+
+def _rows(tensor: Tensor, microbatches: int) -> Tensor:
+    """Those of one microbatch."""
+    if microbatches == 1 or not tensor.dim():
+        return tensor
+    if tensor.shape[0] % microbatches:
+        raise StrategyError(f"microbatches={microbatches} does not divide the batch of {tensor.shape[0]}: choose a divisor")
+    return tensor[: tensor.shape[0] // microbatches]

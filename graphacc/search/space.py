@@ -1,0 +1,153 @@
+"""What the search may choose: every strategy of a number of devices that agrees with the pins.
+
+Chosen are the sizes of the mesh axes (`dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism and how attention crosses `cp`.
+Never chosen is what changes results: precision, the capacity factor, quantised communication; nor microbatches, whose mean is the loss of
+the whole batch for some losses only, nor, as it needs them, `pp`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from graphacc.errors import StrategyError
+from graphacc.strategy.spec import CONTEXTS, Strategy, parse_fields
+
+MESH = ("dp", "fsdp", "tp", "cp", "ep")
+"""The axes whose sizes are chosen."""
+CHOSEN = (*MESH, "zero", "sequence_parallel", "context")
+"""The fields that the search fills in where they are not pinned."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is searched: pins are fields of `Strategy` with the values that they must have."""
+
+    devices: int
+    pins: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.devices < 1:
+            raise StrategyError(f"devices={self.devices}: a strategy needs at least one device")
+        fixed = {name: value for name, value in self.pins.items() if name not in CHOSEN}
+        if fixed.get("pp", 1) != 1:
+            raise StrategyError(
+                f"auto with pp={fixed['pp']}: pipelines are not searched yet, as microbatches are part of what the user decides; "
+                f"write the strategy whole, such as 'pp={fixed['pp']},fsdp={max(1, self.devices // int(str(fixed['pp'])))},microbatches=8'"
+            )
+        for axis in MESH:
+            size = self.pins.get(axis, 1)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1 or self.devices % size:
+                raise StrategyError(f"auto with {axis}={size!r} on {self.devices} devices: an axis has a size that divides the number of devices")
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return ",".join(["auto", *(f"{name}={value}" for name, value in self.pins.items())])
+
+    @classmethod
+    def parse(cls, text: str, devices: int) -> "Request":
+        """Read ``"auto"`` or ``"auto,tp=2,precision=bf16"``.
+
+        Raises:
+            StrategyError: a field is unknown, set twice, or has a value that it cannot have.
+        """
+        first, _, rest = text.partition(",")
+        if first.strip() != "auto":
+            raise StrategyError(f"strategy {text!r}: a search is asked for by 'auto', with pins behind it as in 'auto,tp=2'")
+        return cls(devices=devices, pins=parse_fields(rest))
+
+    def without(self, name: str) -> "Request":
+        """The same request with one pin less."""
+        return dataclasses.replace(self, pins={key: value for key, value in self.pins.items() if key != name})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Facts of a step, and of the hardware, that bound the space before anything is evaluated."""
+
+    batch_size: int | None = None  # rows that the data axes split; None: no batch
+    num_experts: int = 0  # that `ep` can split
+    model_ranks: int | None = None  # tp * cp at most, unless one of them is pinned: the devices of one host
+    needed: frozenset[str] = frozenset()  # axes that annotations name
+
+
+@dataclasses.dataclass
+class Refusals:
+    """Candidates that were not evaluated, by reason."""
+
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, reason: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator[Strategy]:
+    """Every strategy that the request allows; what cannot be is noted with its reason. ZeRO-2 is ZeRO-1 in a program of a whole step."""
+    for sizes in _meshes(request.devices, [request.pins.get(axis) for axis in MESH]):
+        mesh = dict(zip(MESH, sizes))
+        reason = _refusal(mesh, request, limits)
+        if reason is not None:
+            refusals.add(reason)
+            continue
+        for choice in _choices(mesh, request):
+            fields = {**request.pins, **mesh, **choice}
+            try:
+                yield Strategy(**fields)
+            except StrategyError as error:
+                refusals.add(str(error))
+
+
+def first_strategy(request: Request) -> Strategy:
+    """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`."""
+    left = request.devices
+    for axis in MESH:
+        left //= int(str(request.pins.get(axis, 1)))
+    axis = "fsdp" if "fsdp" not in request.pins else "dp"
+    fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == "dp" and request.pins["fsdp"] == 1)}
+    try:
+        return Strategy(**{**fields, **({axis: left} if left > 1 or axis not in fields else {})})
+    except StrategyError:
+        return Strategy(dp=request.devices)
+
+
+def _meshes(devices: int, pins: Sequence[object]) -> Iterator[tuple[int, ...]]:
+    """Sizes of the axes whose product is the number of devices."""
+    if len(pins) == 1:
+        if pins[0] in (None, devices):
+            yield (devices,)
+        return
+    for size in (n for n in range(1, devices + 1) if devices % n == 0):
+        if pins[0] in (None, size):
+            for rest in _meshes(devices // size, pins[1:]):
+                yield (size, *rest)
+
+
+def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str | None:
+    data = mesh["dp"] * mesh["fsdp"] * mesh["ep"]
+    if limits.batch_size is not None and limits.batch_size % data and not {"dp", "fsdp", "ep"} & set(request.pins):
+        return f"the data axes do not divide the batch of {limits.batch_size} rows"
+    if mesh["ep"] > 1 and "ep" not in request.pins and (not limits.num_experts or limits.num_experts % mesh["ep"]):
+        return f"ep does not divide {limits.num_experts} experts" if limits.num_experts else "no experts for ep to split"
+    pinned = {"tp", "cp"} & set(request.pins)
+    if limits.model_ranks is not None and not pinned and mesh["tp"] * mesh["cp"] > limits.model_ranks:
+        return f"tp * cp is larger than the {limits.model_ranks} devices of a host"
+    missing = [axis for axis in sorted(limits.needed) if axis in mesh and mesh[axis] == 1 and axis not in request.pins]
+    if missing:
+        return f"annotations split tensors along {missing[0]}"
+    return None
+
+
+def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, object]]:
+    """The fields that say how the axes of a mesh are used."""
+    free = {
+        "zero": (None, 1) if mesh["fsdp"] > 1 else (None,),
+        "sequence_parallel": (False, True) if mesh["tp"] > 1 else (False,),
+        "context": CONTEXTS if mesh["cp"] > 1 else CONTEXTS[:1],
+    }
+    names = [name for name in free if name not in request.pins]
+    for values in itertools.product(*(free[name] for name in names)):
+        yield dict(zip(names, values))

@@ -1,0 +1,187 @@
+"""The search: estimates are what the real passes give, the choice is the fastest that fits, and what is said about it is true."""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+from gpt2_steps import gpt2
+from zoo_steps import build, shared_case
+
+from graphacc.costs.hardware import Hardware
+from graphacc.errors import StrategyError
+from graphacc.search import Plan, Request, Search
+from graphacc.search.space import Refusals, candidates
+from graphacc.strategy import Strategy
+
+CPU = Hardware.parse("cpu:8")
+
+
+@functools.cache
+def search(name: str) -> Search:
+    case, _, _ = shared_case(name)
+    return Search(case.joint, case.update, CPU)
+
+
+@functools.cache
+def plan(name: str, request: str = "auto") -> Plan:
+    return search(name).run(Request.parse(request, 8))
+
+
+def strategies_of(search: Search, request: Request) -> list[Strategy]:
+    """The candidates that the passes do not refuse."""
+    found = []
+    for strategy in candidates(request, search.limits(), Refusals()):
+        with contextlib.suppress(StrategyError):
+            search.estimate(strategy)
+            found.append(strategy)
+    return found
+
+
+STRATEGIES = ["dp=8", "fsdp=8", "fsdp=8,zero=1", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=4,tp=2,sequence_parallel=True", "dp=4,cp=2", "fsdp=2,tp=2,cp=2,context=ring"]
+
+
+@functools.cache
+def large() -> Search:
+    """GPT-2 of a size at which messages are no mere latency."""
+    ids = torch.zeros(16, 128, dtype=torch.long)
+    case = build(gpt2(layers=2, width=256, length=128, vocabulary=2048), {"input_ids": ids, "labels": ids})
+    return Search(case.joint, case.update, CPU)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_estimates_are_those_of_the_real_passes(strategy):
+    """Composed by arithmetic against read from the whole program."""
+    composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (large().estimate, large().evaluate))
+    assert composed.seconds == pytest.approx(exact.seconds, rel=0.02)
+    for name in ("parameter_bytes", "state_bytes", "other_bytes"):
+        assert getattr(composed, name) == pytest.approx(getattr(exact, name), rel=0.001)
+    assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_parts_of_estimates_of_other_models(name, strategy):
+    """Of models so small that a message more or less is a tenth of a step: what is exact, is exact."""
+    composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (search(name).estimate, search(name).evaluate))
+    assert composed.parameter_bytes == exact.parameter_bytes and composed.other_bytes == pytest.approx(exact.other_bytes, abs=64)
+    assert composed.state_bytes == pytest.approx(exact.state_bytes, rel=0.01) and composed.update_seconds == exact.update_seconds
+    for axis in ("tp", "cp"):
+        assert composed.exposed_seconds.get(axis) == pytest.approx(exact.exposed_seconds.get(axis), rel=0.01)
+    assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.25)
+
+
+def test_the_choice_is_the_fastest_that_fits():
+    chosen = plan("gpt2")
+    everything = [search("gpt2").estimate(strategy) for strategy in strategies_of(search("gpt2"), Request.parse("auto", 8))]
+    assert chosen.estimate.seconds <= 1.1 * min(estimate.seconds for estimate in everything)
+    assert chosen.num_evaluated == len(everything) and chosen.num_over_memory == 0
+
+
+def test_memory_is_a_hard_bound():
+    """Halfway between the least that any strategy needs and what the free choice needs."""
+    free = search("gpt2")
+    request = Request.parse("auto", 8)
+    needs = sorted(free.needed(free.estimate(strategy)) for strategy in strategies_of(free, request))
+    limit = (needs[0] + free.needed(plan("gpt2").estimate)) // 2
+    bound = search_with(free, limit)
+    chosen = bound.run(request)
+    assert bound.needed(chosen.estimate) <= limit < free.needed(plan("gpt2").estimate) and chosen.num_over_memory > 0
+    assert any("needs" in rival.reason for rival in chosen.rivals)
+    with pytest.raises(StrategyError, match=r"no strategy of 8 devices fits into .* per device. It would fit with\n  .* per device"):
+        search_with(free, needs[0] // 2).run(request)
+
+
+def search_with(other: Search, memory_bytes: int) -> Search:
+    """The same search, with its profiles, under another limit."""
+    found = Search(other.joint, other.update, other.hardware, memory_bytes=memory_bytes)
+    found._profiles, found._exact, found._splits = other._profiles, other._exact, other._splits
+    return found
+
+
+def test_conflicting_pins_are_named_with_what_would_do():
+    """Memory that ZeRO-3 alone meets: the pin to ZeRO-1 conflicts, the pin of tp does not."""
+    free = search("gpt2")
+    three, one = (min(free.needed(free.estimate(s)) for s in strategies_of(free, Request.parse(f"auto,tp=1,cp=1,{pin}", 8))) for pin in ("fsdp=8", "fsdp=1"))
+    bound = search_with(free, (three + one) // 2)
+    with pytest.raises(StrategyError, match=r"with fsdp=1 fits into[\s\S]*  fsdp=\d in the place of fsdp=1"):
+        bound.run(Request.parse("auto,fsdp=1,cp=1,tp=1", 8))
+
+
+def test_what_a_pin_costs():
+    pinned, free = large().run(Request.parse("auto,cp=4,precision=fp32", 8)), large().run(Request.parse("auto", 8))
+    assert list(pinned.pin_costs) == ["cp=4"] and pinned.strategy.cp == 4
+    assert pinned.pin_costs["cp=4"] == pytest.approx(pinned.estimate.seconds / free.estimate.seconds - 1, abs=0.05) and pinned.pin_costs["cp=4"] > 0
+
+
+def test_the_plan_says_why():
+    text = str(plan("gpt2"))
+    for part in ("time:   compute", "memory: parameters", "evaluated", "optimal within the model of costs", "rival: ", "searched in profiles"):
+        assert part in text
+    assert plan("gpt2").line.startswith(f"strategy {plan('gpt2').strategy}: ") and "the best of" in plan("gpt2").line
+    assert sum(plan("gpt2").refusals.values()) > 0 and plan("gpt2").tokens == 8 * 16
+
+
+def test_plans_do_not_flip():
+    case, _, _ = shared_case("gpt2")
+    again = Search(case.joint, case.update, CPU).run(Request.parse("auto", 8))
+    assert again.strategy == plan("gpt2").strategy and again.estimate == plan("gpt2").estimate and again.digest == plan("gpt2").digest
+    assert [rival.strategy for rival in again.rivals] == [rival.strategy for rival in plan("gpt2").rivals]
+
+
+def test_experts_are_searched():
+    chosen, strategies = plan("qwen3_moe"), list(strategies_of(search("qwen3_moe"), Request.parse("auto", 8)))
+    assert any(strategy.ep > 1 for strategy in strategies) and chosen.strategy.num_devices == 8
+
+
+def test_without_an_optimizer_its_state_is_assumed():
+    case, _, _ = shared_case("gpt2")
+    accumulating = Search(case.joint, None, CPU, accumulates=True)
+    found, known = accumulating.evaluate(Strategy(dp=8)), search("gpt2").evaluate(Strategy(dp=8))
+    trained = sum(item.dtype.itemsize * torch.Size(item.shape).numel() for item in case.joint.inputs if item.trainable)
+    assert found.state_bytes == pytest.approx(known.state_bytes, rel=0.02) and found.other_bytes == pytest.approx(known.other_bytes + trained, abs=64)
+    assert "AdamW's state is assumed" in str(accumulating.plan_of(Strategy(dp=8)))
+
+
+# ---- plans in files
+
+
+def test_plans_are_kept_in_files(tmp_path):
+    plan("gpt2").save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read.strategy, read.estimate, read.hardware, read.model, read.digest) == tuple(getattr(plan("gpt2"), name) for name in ("strategy", "estimate", "hardware", "model", "digest"))
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 7}', '{"format": 1, "strategy": {"dpp": 2}}', '{"format": 1, "strategy": {"dp": 2}, "estimate": {}}'])
+def test_what_is_no_plan_is_refused(text, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(StrategyError, match="plan.json is no plan .*write one with `graphacc plan --output`"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_is_for_one_model_and_hardware():
+    chosen = plan("gpt2")
+    chosen.check(chosen.model, 8, "cpu")
+    name = next(iter(chosen.model))
+    for model, devices, chip, message in [
+        ({**chosen.model, name: "[1, 2] float32"}, 8, "cpu", rf"its parameter '{name}' is .* this model's \[1, 2\] float32"),
+        ({**chosen.model, "new": "[1] float32"}, 8, "cpu", r"this model's parameter 'new' \[1\] float32 is not in it"),
+        ({}, 8, "cpu", "is not in this model"),
+        (chosen.model, 4, "cpu", "for 8 devices, and there are 4"),
+        (chosen.model, 8, "H100", "for cpu, and this is H100"),
+    ]:
+        with pytest.raises(StrategyError, match=message):
+            chosen.check(model, devices, chip)
+
+
+def test_a_gpu_hides_communication():
+    """The data axes' collectives run beside computation, those of tp do not."""
+    case, _, _ = shared_case("gpt2")
+    gpus = Search(case.joint, case.update, Hardware.parse("8xH100"))
+    hidden = gpus.estimate(Strategy(fsdp=8))
+    assert hidden.hidden_seconds > 0 and gpus.estimate(Strategy(tp=2, dp=4)).exposed_seconds["tp"] > 0
+    slow = dataclasses.replace(gpus.hardware, levels=(dataclasses.replace(gpus.hardware.levels[0], bandwidth=1e6),))
+    exposed = Search(case.joint, case.update, slow).estimate(Strategy(fsdp=8))
+    assert exposed.exposed_seconds["fsdp"] > 100 * hidden.exposed_seconds.get("fsdp", 0.0) and exposed.hidden_seconds <= exposed.compute_seconds
