@@ -1,10 +1,11 @@
 """The command `graphacc`."""
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Sequence
 
-from graphacc.errors import GraphAccError, PlanError
+from graphacc.errors import GraphAccError, PlanError, StrategyError
 from graphacc.passes.memory.addresses import solve_addresses
 from graphacc.passes.memory.addresses.picture import save_picture
 from graphacc.passes.memory.csvfile import read_problem, write_solution
@@ -47,7 +48,36 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--threads", type=int, default=2, metavar="N", help="searches at the same time (default 2)")
     plan.set_defaults(run=_plan_memory)
     add_plan_command(commands)
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure this machine's devices, for predictions of time",
+        description="Measures products, streams and collectives on the devices that are here, prints what was found beside what the "
+        "fitted constants predict, and keeps the constants where Hardware.present() finds them. Takes half a minute; other work on "
+        "the devices falsifies it.",
+    )
+    measure.add_argument("--devices", type=int, metavar="N", help="how many; on a CPU, virtual ones (default: all that JAX shows)")
+    measure.add_argument("--output", metavar="FILE", help='write the constants as JSON, which Hardware.parse reads; the name ends in ".json"')
+    measure.set_defaults(run=_calibrate)
     return parser
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from graphacc.costs.calibrate import calibrate  # loads JAX
+
+    if options.output and not options.output.endswith(".json"):
+        raise StrategyError(f'--output {options.output}: the name must end in ".json", by which Hardware.parse knows a file')
+    found = calibrate(options.devices)
+    hardware, chip = found.hardware, found.hardware.chip
+    print(found.table())
+    print(
+        f"{hardware}: {chip.fp32_flops / 1e9:.4g} GFLOP/s fp32, {chip.bf16_flops / 1e9:.4g} bf16, {chip.memory_bandwidth / 1e9:.4g} GB/s, "
+        f"{1e6 * chip.launch_seconds:.3g} us a kernel; 90 % of the times within {100 * hardware.error:.0f} %"
+    )
+    if found.path:
+        print(f"stored in {found.path}")
+    if options.output:
+        pathlib.Path(options.output).write_text(hardware.to_json(), encoding="utf-8")
+    return EXIT_SOLVED
 
 
 def _plan_memory(options: argparse.Namespace) -> int:

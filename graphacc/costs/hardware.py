@@ -118,6 +118,7 @@ class Hardware:
     chip: Chip
     levels: tuple[Level, ...] = ()  # from inside to outside; none: one chip
     meeting_seconds: float = 0.0  # of every collective, before its first step
+    collective_shares: tuple[tuple[str, float], ...] = ()  # (collective, share of the links' bandwidth that it reaches); 1 if left out
     reserve_bytes: int = 0  # of each device's memory, for what no program sees: context, communication buffers, fragmentation
     shared_cores: int = 0  # 0: every device has its own
     source: str  # where the constants come from
@@ -126,6 +127,9 @@ class Hardware:
 
     def __post_init__(self):
         object.__setattr__(self, "levels", tuple(self.levels))
+        if not _is_shares(self.collective_shares):
+            raise StrategyError(f"collective_shares={self.collective_shares!r} must be pairs (collective, number above 0)")
+        object.__setattr__(self, "collective_shares", tuple(map(tuple, self.collective_shares)))
         for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "error"):
             _check(self, field, "a number of at least 0", lambda x: x >= 0)
         if self.reserve_bytes >= self.chip.memory_bytes:
@@ -254,6 +258,12 @@ def _is_table(table: object) -> bool:
     return bool(table) and numbers and sizes == sorted(set(sizes)) and sizes[0] >= 1 and all(0 < share <= 1 for _, share in table)
 
 
+def _is_shares(pairs: object) -> bool:
+    return isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int | float) and pair[1] > 0 for pair in pairs
+    )
+
+
 def _check(owner, field: str, rule: str, holds) -> None:
     value = getattr(owner, field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not holds(value):
@@ -322,14 +332,15 @@ def _tpu(name, bf16, bandwidth, gib, pod, ici, dcn) -> Preset:
 def _cpu() -> Preset:
     """One core: assumed, as machines differ too much; `graphacc calibrate` takes a minute."""
     chip = Chip(
-        name="cpu", fp32_flops=50e9, bf16_flops=25e9, memory_bandwidth=10e9, memory_bytes=_main_memory_bytes(),
+        name="cpu", fp32_flops=50e9, bf16_flops=25e9, memory_bandwidth=10e9, memory_bytes=main_memory_bytes(),
         launch_seconds=2e-6, product_efficiency=((8, 0.2), (64, 0.6), (256, 1.0)), memory_efficiency=0.8,
     )  # fmt: skip
     memory = Level(name="memory", size=_ANY, bandwidth=3e9, latency_seconds=20e-6)
     return Preset(chip, (memory,), 50e-6, 0, 1.0, "assumed")
 
 
-def _main_memory_bytes() -> int:
+def main_memory_bytes() -> int:
+    """Of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -66,19 +66,24 @@ def collective_terms(kind: str, hardware: Hardware, group: tuple[int, ...]) -> t
     """(seconds of latency, seconds per byte) of `collective_seconds`."""
     if not group or group[-1] == 1:
         return 0.0, 0.0
-    counts = list(zip(collective_counts(kind, group), hardware.levels, strict=True))
+    counts = list(zip(collective_counts(kind, group, shared_memory=hardware.shared_cores > 0), hardware.levels, strict=True))
     latency = hardware.meeting_seconds + sum(steps * level.latency_seconds for (steps, _), level in counts)
-    return latency, max(share / level.bandwidth for (_, share), level in counts)
+    reached = dict(hardware.collective_shares).get(kind, 1.0)
+    return latency, max(share / level.bandwidth for (_, share), level in counts) / reached
 
 
-def collective_counts(kind: str, group: tuple[int, ...]) -> list[tuple[float, float]]:
+def collective_counts(kind: str, group: tuple[int, ...], *, shared_memory: bool = False) -> list[tuple[float, float]]:
     """For each level: steps over its links, one after the other; and bytes over one chip's links, as a share of `size_bytes`.
 
     An all-reduce receives twice what a gather does; its steps are those of a tree up and down, which NCCL takes where latency matters.
+
+    Args:
+        shared_memory: of virtual devices, which copy their own part too: all of `size_bytes`, not (n - 1) / n.
     """
     if kind not in COLLECTIVES:
         raise StrategyError(f"collective {kind!r} is unknown: choose one of {', '.join(COLLECTIVES)}")
     num_ranks, below = group[-1], 1
+    received = 1.0 if shared_memory else (num_ranks - 1) / num_ranks
     counts = []
     for within in group:
         units = within / below  # of the level below that the group spans, in a unit of this one
@@ -86,10 +91,11 @@ def collective_counts(kind: str, group: tuple[int, ...]) -> list[tuple[float, fl
         if kind == "permute":
             counts.append((0.0 if within < num_ranks or not crosses else 1.0, float(crosses)))
         elif kind == "all_to_all":
-            counts.append((num_ranks / below - num_ranks / within, (within - below) / num_ranks))
+            share = received if shared_memory else (within - below) / num_ranks
+            counts.append((num_ranks / below - num_ranks / within, share))
         else:
             both = kind == "all_reduce"
             steps = 2 * math.log2(units) if both else num_ranks / below - num_ranks / within
-            counts.append((steps, crosses * (1 + both) * (num_ranks - 1) / num_ranks / below))
+            counts.append((steps, crosses * (1 + both) * received / below))
         below = within
     return counts

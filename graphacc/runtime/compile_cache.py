@@ -17,7 +17,8 @@ import logging
 import os
 import pathlib
 import platform
-import tempfile
+
+from graphacc.cache import cache_root, replace_file
 
 log = logging.getLogger("graphacc")
 
@@ -28,8 +29,7 @@ DEFAULT_LIMIT_BYTES = 4 * 2**30
 
 def default_directory() -> pathlib.Path:
     """``~/.cache/graphacc/xla``, or below XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base, "graphacc", "xla")
+    return cache_root() / "xla"
 
 
 class CompileCache:
@@ -59,7 +59,7 @@ class CompileCache:
         """Keep an entry; where it cannot be written, a warning says so."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            _write(self._entry(key), _pack(value))
+            replace_file(self._entry(key), _pack(value))
             _evict(self._path, self.limit_bytes)
         except OSError as error:
             log.warning("graphacc: compile cache %s cannot be written (%s)", self._path, error)
@@ -117,17 +117,6 @@ def _unpack(content: bytes) -> bytes | None:
     start = len(_MAGIC) + _DIGEST_BYTES
     value = content[start:]
     return value if content[:start] == _MAGIC + hashlib.sha256(value).digest() else None
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _touch(path: pathlib.Path) -> None:

@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterable, Mapping
 
+from graphacc.cache import replace_file
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
 from graphacc.search.estimate import Estimate
@@ -118,10 +118,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan to a file, whole or not at all."""
-        target = pathlib.Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8") as file:
-            file.write(self.to_json())
-        os.replace(file.name, target)
+        replace_file(pathlib.Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":

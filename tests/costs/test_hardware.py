@@ -58,7 +58,7 @@ def test_a_file_is_read_back(tmp_path):
     path = tmp_path / "my-cluster.json"
     chip = dataclasses.replace(PRESETS["H100"].chip, name="H100 at 500 W", memory_bandwidth=2.4e12)
     rack = Level(name="rack", size=4, bandwidth=100e9, latency_seconds=5e-6)
-    mine = Hardware.parse("4x8xH100").replace(chip=chip, levels=(*Hardware.parse("8xH100").levels, rack), source="measured", error=0.1)
+    mine = Hardware.parse("4x8xH100").replace(chip=chip, levels=(*Hardware.parse("8xH100").levels, rack), source="measured", error=0.1, collective_shares=(("all_to_all", 0.5),))
     path.write_text(mine.to_json())
     assert Hardware.parse(str(path)) == mine and hash(mine)
 
@@ -78,6 +78,7 @@ def test_a_file_is_read_back(tmp_path):
         (lambda x: x.update(reserve_bytes=2**50), "leaves nothing of memory_bytes"),
         (lambda x: x.update(source=7), "source is 7, expected text"),
         (lambda x: x.update(error=float("nan")), "error=nan"),
+        (lambda x: x.update(collective_shares=[["all_to_all", 0]]), "must be pairs"),
         (lambda x: x.update(format=2), '"format": 1'),
     ],
 )

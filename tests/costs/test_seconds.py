@@ -76,6 +76,20 @@ def test_one_rank_does_nothing_and_more_bytes_take_longer(kind):
         assert (np.diff(collective_seconds(kind, np.logspace(0, 10, 30), CLUSTER, group)) > 0).all()
 
 
+def test_virtual_devices_copy_their_own_part_too():
+    shared = CLUSTER.replace(levels=(INSIDE,), shared_cores=2)
+    for kind, share in (("all_gather", 1), ("all_reduce", 2), ("all_to_all", 1)):
+        for ranks in (2, 4):
+            seconds = collective_seconds(kind, np.array([0.0, 1e9]), shared, (ranks,))
+            assert seconds[1] - seconds[0] == pytest.approx(share * 1e9 / 100e9)
+
+
+def test_a_kind_of_collective_may_reach_another_share_of_the_links():
+    half = CLUSTER.replace(collective_shares=(("all_to_all", 0.5),))
+    assert collective_seconds("all_to_all", 1e9, half, (4, 4)) == pytest.approx(5e-6 + 3e-6 + 2 * 0.75e9 / 100e9)
+    assert collective_seconds("all_gather", 1e9, half, (4, 4)) == collective_seconds("all_gather", 1e9, CLUSTER, (4, 4))
+
+
 def test_many_ranks_in_a_host_are_no_faster_than_their_links():
     """8 NICs of 48 GB/s are more than a ring inside a host gives."""
     hardware = Hardware.parse("16x8xH100")
