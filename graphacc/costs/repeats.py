@@ -58,18 +58,25 @@ class Reduced:
     classes: tuple[Repeat, ...]
     notes: tuple[str, ...] = ()  # why neighbours are not in one class
 
+    @functools.cached_property
+    def blocks(self) -> dict[str, int]:
+        """Module of each block that is left of a class -> how many blocks it stands for: for what passes add, which knows its module."""
+        numbers = {path: 1 for item in self.classes for group in item.kept for path in group}
+        for item in self.classes:
+            numbers |= dict.fromkeys(item.kept[1], 1 + len(item.groups) - len(item.kept))
+        return numbers
+
 
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
     """Leave out all but `keep` of every class of consecutive equal blocks.
 
-    A quantity that is a sum over the nodes of the whole step is the sum over those of the reduced one, times their counts; also after
-    passes, if the blocks at the ends of a class become like the others. Without that, what is linear in the depth follows from the
-    steps of two and of three blocks.
+    A quantity that is a sum over the nodes of the captured step is the sum over those of the reduced one, times their counts. For what
+    passes make of it (`Reduced.blocks`) that takes 3 blocks: the first one and the last, whose surroundings differ, count once. What is
+    linear in the depth and no sum, such as the memory of temporaries, follows from the steps of 2 and of 3 blocks.
 
     Args:
         step: a captured step, joint or whole, with global shapes. It is not changed.
-        keep: blocks of every class that are left: the first ones and the last; at least 2. Where 3 or more are left, the one before the
-            last stands for the dropped ones, so that both ends of a class count once; of two it is the first.
+        keep: blocks of every class that are left, at least 2: the first ones and the last. The second of them stands for the dropped ones.
 
     Returns:
         The reduced step, which passes take like any other. Without repeated blocks it is `step` itself, and every count is 1.
@@ -423,9 +430,10 @@ def _without(
     stands_in: dict[Node, tuple[Node, Node]] = {}  # dropped node -> the same of the last group before and of the first behind
     weights: dict[Node, int] = {}
     for run, dropped in runs:
-        groups = [blocks.group(group[0], run.size) for group in run.groups()]
-        for before, behind, *others in zip(*(groups[i].nodes for i in (dropped[0] - 1, dropped[-1] + 1, *dropped)), strict=True):
-            weights[before] = counts[before.name] + sum(counts[node.name] for node in others)
+        groups = [blocks.group(group[0], run.size).nodes for group in run.groups()]
+        second = next(i for i in range(1, run.length) if i not in dropped)
+        for node, before, behind, *others in zip(*(groups[i] for i in (second, dropped[0] - 1, dropped[-1] + 1, *dropped)), strict=True):
+            weights[node] = counts[node.name] + sum(counts[other.name] for other in others)
             stands_in.update(dict.fromkeys(others, (before, behind)))
     gone = set(stands_in)
     for node in reversed(step.graph.nodes):
