@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 import graphacc.ops  # noqa: F401  (registers the operators)
-from graphacc.graph import StepGraph
+from graphacc.graph import Phase, StepGraph
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
@@ -108,6 +108,21 @@ def predict_memory(step: StepGraph) -> MemoryPrediction:
         temporary_bytes=min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS),
         output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
     )
+
+
+def saved_for_backward(step: StepGraph) -> dict[torch.fx.Node, int]:
+    """The calls of the forward whose stored results the backward reads -> bytes of these."""
+    problem = _problem(step)
+    nodes = {node.name: node for node in step.graph.nodes}
+    made = {number: nodes[item.name] for item in problem.operators for number in item.writes}
+    found: dict[int, None] = {}
+    for item in problem.operators:
+        if nodes[item.name].meta["phase"] is Phase.BACKWARD:
+            found |= dict.fromkeys(number for number in item.reads if made[number].meta["phase"] is Phase.FORWARD)
+    sizes: dict[torch.fx.Node, int] = {}
+    for number in found:
+        sizes[made[number]] = sizes.get(made[number], 0) + problem.buffers[number].size
+    return sizes
 
 
 def _problem(step: StepGraph) -> Problem:

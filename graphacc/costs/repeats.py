@@ -67,6 +67,18 @@ class Reduced:
         return numbers
 
 
+    def count(self, node: Node) -> int:
+        """How many nodes one of a program that passes have made of the step stands for: inputs by name, calls by their module."""
+        if node.op == "placeholder":
+            return self.counts.get(node.name, 1)
+        path = node.meta.get("module_path") or ""
+        while path:
+            if path in self.blocks:
+                return self.blocks[path]
+            path = path.rpartition(".")[0]
+        return 1
+
+
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
     """Leave out all but `keep` of every class of consecutive equal blocks.
 

@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 import torch.fx
 
 from graphacc.costs.hardware import Hardware
+from graphacc.costs.memory import saved_for_backward
 from graphacc.costs.seconds import collective_seconds, compute_seconds
 from graphacc.costs.work import Work, kernels
 from graphacc.graph import Kind, Phase, StepGraph
@@ -61,27 +62,25 @@ class GraphCost:
     nodes: int
 
 
-def cost_of(step: StepGraph, hardware: Hardware, counts: Mapping[str, int] | None = None) -> GraphCost:
+def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1) -> GraphCost:
     """Read the program of one device.
 
     Args:
         step: after the passes: shapes are those of one device.
-        counts: node -> nodes that it stands for, where equal layers were left out.
+        count: nodes that one stands for, where equal layers were left out.
     """
-    counts = counts or {}
     found = kernels(step)
-    numbers = np.array([counts.get(node.name, 1) for node in found])
+    numbers = np.array([count(node) for node in found])
     seconds = dict.fromkeys(Phase, 0.0)
     for node, number, time in zip(found, numbers, _seconds(found, hardware)):
         seconds[node.meta["phase"]] += float(number * time)
-    repeated = [(node, number) for node, number in zip(found, numbers) if number > 1 and node.meta["phase"] is Phase.FORWARD]
-    saved = sum((number - 1) * found[node].written_bytes for node, number in repeated if any(user.meta.get("phase") is Phase.BACKWARD for user in node.users))
+    saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step).items())
     return GraphCost(
         seconds=seconds,
-        moved=_moved(step, counts),
-        weights=_weights(step, counts),
-        other_bytes=sum(counts.get(node.name, 1) * value_bytes(node) for node in _others(step)),
-        saved_bytes=int(saved),
+        moved=_moved(step, count),
+        weights=_weights(step, count),
+        other_bytes=sum(count(node) * value_bytes(node) for node in _others(step)),
+        saved_bytes=saved,
         nodes=len(step.graph.nodes),
     )
 
@@ -103,21 +102,21 @@ def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int,
     return hardware.group(mesh, axis)
 
 
-def _moved(step: StepGraph, counts: Mapping[str, int]) -> tuple[Moved, ...]:
+def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Moved, ...]:
     found: dict[tuple, list[tuple[int, int]]] = collections.defaultdict(list)
     for node in step.graph.nodes:
         move = node.meta.get("move")
         if move is not None and move.travels:
-            found[move.axis, move.collective, move.role, move.phase].append((move.size_bytes, counts.get(node.name, 1)))
+            found[move.axis, move.collective, move.role, move.phase].append((move.size_bytes, count(node)))
     return tuple(
         Moved(axis=axis, kind=kind, role=role, phase=phase, sizes=tuple(size for size, _ in rows), counts=tuple(count for _, count in rows))
         for (axis, kind, role, phase), rows in found.items()
     )
 
 
-def _weights(step: StepGraph, counts: Mapping[str, int]) -> tuple[Weight, ...]:
+def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Weight, ...]:
     return tuple(
-        _weight(node, item.target, item.trainable, counts.get(node.name, 1))
+        _weight(node, item.target, item.trainable, count(node))
         for node, item in zip(step.placeholders, step.inputs)
         if item.kind is Kind.PARAM
     )

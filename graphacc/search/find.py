@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
 from graphacc.costs.memory import predict_memory
+from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
@@ -70,6 +71,7 @@ class Search:
         self._exact: dict[Strategy, Estimate | str] = {}
         self._splits: dict[int, Mapping] = {}
         self._experts = find_experts(joint)
+        self._reduced = reduce_repeats(joint)
         self._state = _state_bytes(update)
 
     # ---- levels of evaluation
@@ -280,8 +282,8 @@ class Search:
             reduce_dtype=strategy.reduce_dtype,
             capacity_factor=strategy.capacity_factor,
         )
-        local = self._local(self.joint, plain)
-        cost = cost_of(local, self.hardware)
+        local = self._local(self._reduced.step, plain)
+        cost = cost_of(local, self.hardware, self._reduced.count)
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
         traffic = sum(w.count * (3 * w.size_bytes + 2 * state[w.name]) for w in cost.weights if w.trained)
