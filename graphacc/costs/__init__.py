@@ -2,7 +2,7 @@
 
 from graphacc.costs.hardware import Chip, Hardware, Level
 from graphacc.costs.memory import MemoryPrediction, predict_memory
-from graphacc.costs.seconds import collective_seconds, compute_seconds
+from graphacc.costs.seconds import collective_seconds, compute_seconds, work_seconds
 from graphacc.costs.work import Work, kernels, node_work
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "kernels",
     "node_work",
     "predict_memory",
+    "work_seconds",
 ]

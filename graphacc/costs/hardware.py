@@ -10,8 +10,8 @@ axis in the mesh decides which links its collectives cross: with 8 chips in a ho
 Virtual CPU devices share the cores of one machine. Their `Chip` is what one of them gets while all run, so that programs that are
 alike on all devices cost what is said here; see `Hardware.shared_cores`.
 
-Constants of the presets. "SEARCH" marks numbers that were checked against published training runs: of 73 steps of NVIDIA's on H100
-the times came out at 14 % mean error without any fitting, for other implementations at 20 to 50 %.
+Constants of the presets, and where they are from. A prototype with a dozen constants of these sources gave the times of 73 published
+steps of NVIDIA's on H100 with 14 % mean error, without fitting, and those of other implementations with 20 to 50 %: measure your own.
 
 - peaks, memory bandwidth: NVIDIA's data sheets of H100 SXM, H200, A100, L40S and HGX B200, without sparsity; fp32 without TF32, since
   products run in full fp32 by default (`graphacc/lowering/rules/matmul.py`). TPUs: jax-ml/scaling-book, tpus.md; fp32 takes 6 passes in bf16.
@@ -27,7 +27,7 @@ the times came out at 14 % mean error without any fitting, for other implementat
 - latency: 4.4 us for a collective, 3.7 us for each step of a ring inside a host and 12.5 us for one between hosts, which give the same
   source's 8, 17 and 30 us for 2, 4, 8 ranks, and 70, 146, 297, 599, 1204 us for 2 to 32 hosts of 8, within 10 %.
 - TPU: both directions of one axis of the torus, about 1 us per hop, and the data-centre network (jax-ml/scaling-book, tpus.md).
-- reserve: 2 GiB for CUDA's context, NCCL and fragmentation (SEARCH).
+- reserve: 2 GiB for CUDA's context, NCCL and fragmentation, 0.25 GiB on TPU: assumed.
 """
 
 import dataclasses
@@ -349,8 +349,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_H100_STEPS = "73 published steps of NVIDIA's: 14 % mean error without fitting; other implementations up to 50 %"
-_A100_STEPS = "145 published steps of MosaicML and Korthikanti et al.: 19 to 25 % mean error without fitting"
+_H100_STEPS = "mean error of a prototype with such constants on 73 published steps of NVIDIA's, 14 %; on other implementations up to 50 %"
+_A100_STEPS = "mean error of a prototype with such constants on 145 published steps of MosaicML and Korthikanti et al., 19 to 25 %"
 
 PRESETS: dict[str, Preset] = {
     preset.chip.name: preset

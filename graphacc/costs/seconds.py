@@ -14,10 +14,12 @@ ring's bandwidth is that of its slowest level: one rank in each host has one NIC
 
 import functools
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from graphacc.costs.hardware import Chip, Hardware
+from graphacc.costs.work import Work
 from graphacc.errors import StrategyError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
@@ -40,6 +42,17 @@ def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip):
     memory = np.asarray(size_bytes) / (chip.memory_bandwidth * chip.memory_efficiency)
     seconds = np.maximum(arithmetic, memory)
     return np.where(seconds > 0, seconds + chip.launch_seconds, 0.0)[()]
+
+
+def work_seconds(works: Iterable[Work], chip: Chip) -> np.ndarray:
+    """`compute_seconds` of each work in a list, such as ``kernels(step).values()``."""
+    works = list(works)
+    seconds = np.zeros(len(works))
+    for dtype in {work.dtype for work in works}:
+        chosen = [i for i, work in enumerate(works) if work.dtype == dtype]
+        dims = [works[i].dims or (math.inf,) * 3 for i in chosen]
+        seconds[chosen] = compute_seconds([works[i].flops for i in chosen], dims, [works[i].size_bytes for i in chosen], dtype, chip)
+    return seconds
 
 
 def collective_seconds(kind: str, size_bytes, hardware: Hardware, group: tuple[int, ...]):

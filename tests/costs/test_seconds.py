@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from graphacc.costs import Hardware, Level, collective_seconds, compute_seconds
+from graphacc.costs import Hardware, Level, Work, collective_seconds, compute_seconds, work_seconds
 from graphacc.costs.hardware import PRESETS
 from graphacc.costs.seconds import COLLECTIVES
 from graphacc.errors import StrategyError
@@ -42,6 +42,18 @@ def test_arrays_give_what_numbers_give():
     for kind in COLLECTIVES:
         each = [collective_seconds(kind, size, CLUSTER, (2, 8)) for size in sizes]
         assert collective_seconds(kind, sizes, CLUSTER, (2, 8)) == pytest.approx(each)
+
+
+def test_works_of_any_kind_together():
+    works = [
+        Work(flops=1e12, dims=(1024, 64, 4096), dtype="bf16", read_bytes=10),
+        Work(),
+        Work(read_bytes=10**8, written_bytes=10**7),
+        Work(flops=1e12, dims=(1024, 64, 4096)),
+    ]
+    want = [compute_seconds(work.flops, work.dims, work.size_bytes, work.dtype, CHIP) for work in works]
+    assert work_seconds(works, CHIP) == pytest.approx(want) and want[1] == 0
+    assert work_seconds([], CHIP).shape == (0,)
 
 
 @pytest.mark.parametrize(
