@@ -22,6 +22,7 @@ from graphacc.passes.communication import (
 )
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
+from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
 from graphacc.passes.partition.placement import REPLICATE, Shard
@@ -62,7 +63,7 @@ def build_pipeline(
     check_batch(step, batch_dims)
     axes = split_axes(step, strategy, batch_dims)
     along = {axis: batch_dims_along(axis, axes, batch_dims) for axis in DATA_AXES}
-    passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, ATTACH_ATTENTION, ATTACH_EXPERTS]
+    passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, SUM_ONE_HOTS, ATTACH_ATTENTION, ATTACH_EXPERTS]
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
     if strategy.zero_stage == 3:
