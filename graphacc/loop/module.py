@@ -15,6 +15,7 @@ from graphacc.loop.fakes import CHECKPOINTED
 from graphacc.loop.managed import ordinary
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
+from graphacc.search import Plan
 from graphacc.strategy.in_force import StrategyInForce
 from graphacc.costs.memory import predict_memory
 
@@ -65,6 +66,12 @@ class CompiledModule(nn.Module):
         return StrategyInForce.of(programs.strategy, programs.decisions())
 
     @property
+    def plan(self) -> Plan | None:
+        """What the search for the strategy found; None before it, and where nothing was searched."""
+        choice = self._graphacc_engine.choice
+        return None if choice is None else choice.plan
+
+    @property
     def programs(self) -> tuple[Compiled, ...]:
         """Every program compiled so far, in order: what, why, and how long it took."""
         return tuple(self._graphacc_engine.programs.compiled)
@@ -87,6 +94,8 @@ class CompiledModule(nn.Module):
         line = self._graphacc_engine.fakes.checkpointed
         kept += [f"{CHECKPOINTED} (at {line})"] if line is not None else []
         reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
+        choice = self._graphacc_engine.choice
+        kept += [] if choice is None or choice.plan is None else [choice.plan.line]
         return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)
 
     def _host_time(self, text: str, count: int) -> str:

@@ -1,0 +1,120 @@
+"""`strategy="auto"`: searched at the first step, said in one line, and the loop trains as PyTorch does."""
+
+import copy
+
+import pytest
+import torch
+import training
+import zoo
+from torch import nn
+
+import graphacc
+from graphacc.errors import StrategyError
+from graphacc.strategy import Strategy
+
+
+def trained(model: nn.Module, name: str, strategy, **options):
+    """The compiled model and its losses, on eight devices."""
+    model = graphacc.compile(copy.deepcopy(model), strategy=strategy, devices=8, **{"cache_dir": None, "fast_compile": True} | options)
+    with training.captured_once("auto", name):
+        return model, training.train(model, training.batches_of(name))
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("llama", "auto,tp=2"), ("qwen3_moe", "auto,ep=2,dp=1"), ("resnet", "auto")])
+def test_the_choice_trains_as_pytorch_does(name, strategy, caplog):
+    model, reference, expected = training.plainly_trained(name)
+    model, losses = trained(model, name, strategy)
+    training.assert_parity(reference, model, expected, losses)
+    plan = model.plan
+    assert plan.strategy == model.strategy and plan.strategy.num_devices == 8
+    for pin in strategy.split(",")[1:]:
+        field, value = pin.split("=")
+        assert getattr(plan.strategy, field) == int(value)
+    assert caplog.text.count(plan.line) == 1 and plan.line in model.explain()
+    assert len(model.programs) == 1, "nothing was compiled before the choice"
+
+
+def test_an_evaluation_before_training():
+    """It runs under a strategy that every model can have; what lies on the devices then comes home."""
+    model, reference, expected = training.plainly_trained("gpt2")
+    compiled = graphacc.compile(copy.deepcopy(model), strategy="auto,fsdp=1", devices=8, cache_dir=None, fast_compile=True)
+    batch = zoo.batch("gpt2", 0)
+    with torch.no_grad():
+        before = compiled(**batch).loss.item(), model(**batch).loss.item()
+    assert before[0] == pytest.approx(before[1], rel=1e-5) and compiled.plan is None
+    losses = training.train(compiled, training.batches_of("gpt2"))
+    training.assert_parity(reference, compiled, expected, losses)
+    assert compiled.plan is not None and compiled.plan.strategy.fsdp == 1
+
+
+def test_accumulated_gradients():
+    """Two backwards before a step: the optimizer is not known when the choice is made, and that is said."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    model = graphacc.compile(copy.deepcopy(reference), strategy="auto", devices=8, cache_dir=None, fast_compile=True)
+    losses = []
+    for one in (reference, model):
+        optimizer, found = torch.optim.Adam(one.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = one(torch.randn(16, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(found)
+    training.assert_parity(reference, model, *losses)
+    assert "the optimizer is not known yet" in str(model.plan)
+
+
+def test_a_plan_is_replayed(tmp_path):
+    model, reference, expected = training.plainly_trained("gpt2")
+    batch = zoo.batch("gpt2", 0, 8)
+    plan = graphacc.plan(model, batch, zoo.adamw(model), hardware="cpu:8", tp=2)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, str(tmp_path / "plan.json")):
+        compiled = graphacc.compile(copy.deepcopy(model), strategy=given, cache_dir=None, fast_compile=True)
+        assert compiled.strategy == plan.strategy and compiled.strategy.tp == 2
+    with training.captured_once("auto", "gpt2"):
+        training.assert_parity(reference, compiled, expected, training.train(compiled, training.batches_of("gpt2")))
+    with pytest.raises(StrategyError, match="was made for something else: its parameter .*Plan again"):
+        graphacc.compile(zoo.MODELS["llama"]()[0], strategy=plan)
+    with pytest.raises(StrategyError, match="it is for 8 devices, and there are 4"):
+        graphacc.compile(copy.deepcopy(model), strategy=plan, devices=4)
+
+
+def test_one_device_has_nothing_to_search():
+    model = graphacc.compile(nn.Linear(4, 4), strategy="auto", devices=1, cache_dir=None)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert model.plan is None and model.strategy == Strategy()
+
+
+def test_what_does_not_fit_is_said_before_anything_is_compiled(monkeypatch):
+    from graphacc.costs.hardware import Hardware
+
+    small = Hardware.parse("cpu:8")
+    small = small.replace(chip=small.chip.__class__(**{**vars(small.chip), "memory_bytes": 20_000}))
+    monkeypatch.setattr(Hardware, "present", classmethod(lambda cls, devices=None: small))
+    model, batch = zoo.MODELS["gpt2"]()[0], zoo.batch("gpt2", 0, 8)
+    model = graphacc.compile(model, strategy="auto", devices=8, cache_dir=None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batch).loss.backward()
+    with pytest.raises(StrategyError, match="no strategy of 8 devices fits into .*It would fit with"):
+        optimizer.step()
+    assert not model.programs
+
+
+def test_on_the_meta_device_and_for_hardware_that_is_not_here():
+    """A model of 13 GB, planned without its weights."""
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, num_attention_heads=32, vocab_size=32000, use_cache=False)
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(32, 2048, dtype=torch.long)
+    plan = graphacc.plan(model, {"input_ids": ids, "labels": ids}, hardware="2x8xH100", precision="bf16")
+    assert plan.strategy.num_devices == 16 and plan.strategy.precision == "bf16" and plan.estimate.bytes_per_device < 80e9
+    assert plan.tokens_per_second > 1e4 and plan.estimate.parameter_bytes >= 4 * 3.4e9 / 16
+    assert next(model.parameters()).device.type == "meta"
+    whole = graphacc.plan(model, {"input_ids": ids, "labels": ids}, hardware="2x8xH100", strategy="dp=16,precision=bf16")
+    assert whole.strategy == Strategy(dp=16, precision="bf16") and whole.estimate.bytes_per_device > plan.estimate.bytes_per_device
