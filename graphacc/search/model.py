@@ -1,6 +1,7 @@
 """`graphacc.plan`: a strategy for a model that is not trained here, for hardware that need not be here."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -59,20 +60,42 @@ def plan(
     request, fixed = _asked(strategy, pins | ({} if precision is None else {"precision": precision}), found.num_devices)
     asked = request.pins if fixed is None else dataclasses.asdict(fixed)
     microbatches = asked.get("microbatches", 1)
-    joint = _joint(model, batch, loss, str(asked.get("precision", "fp32")), microbatches)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
-    update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
-    assert isinstance(update, StepGraph)
-    search = Search(
-        joint,
-        update,
+    search = search_of(
+        model,
+        batch,
+        optimizer,
         found,
+        loss=loss,
+        precision=str(asked.get("precision", "fp32")),
+        microbatches=microbatches,
         batch_dims=batch_dims,
         annotations=annotations,
         memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
-        accumulates=microbatches > 1,
     )
     return search.run(request) if fixed is None else search.plan_of(fixed)
+
+
+def search_of(
+    model: nn.Module,
+    batch: Any,
+    optimizer: "torch.optim.Optimizer | MakeOptimizer | None",
+    hardware: Hardware,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    precision: str = "fp32",
+    microbatches: int = 1,
+    **options: Any,
+) -> Search:
+    """The captured step of a model, ready to be searched; arguments as of `plan`, options as of `Search`."""
+    start = time.perf_counter()
+    joint = _joint(model, batch, loss, precision, microbatches)
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
+    update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
+    assert isinstance(update, StepGraph)
+    captured = time.perf_counter()
+    search = Search(joint, update, hardware, accumulates=microbatches > 1, **options)
+    search.seconds = {"capture": captured - start, "reduction": time.perf_counter() - captured}
+    return search
 
 
 def _asked(strategy: Strategy | str, pins: Mapping[str, Any], devices: int) -> tuple[Request, Strategy | None]:
