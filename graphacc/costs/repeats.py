@@ -38,7 +38,6 @@ _MAX_PERIOD = 8  # blocks that repeat in a group
 _MAX_DEPTH = 3  # of numbered modules in one another: stages of blocks
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 _PARTS = frozenset({aten.slice.Tensor, aten.select.int, operator.getitem})
-_MIXED = -2  # belongs to several blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,24 +141,27 @@ class _Blocks:
                     self.paths.append(name)
                 by_path[path] = self.paths.index(name) if name else None
         around = {"", *(name[: dot.start()] for name in self.paths for dot in re.finditer(r"\.", name))}
-        works_for: dict[Node, int] = {}
+        works_for: dict[Node, tuple[int, int]] = {}  # the first and the last block whose values it uses
         free = []
         for node in (*self._calls(Phase.FORWARD), *self._calls(Phase.BACKWARD)):
             path = node.meta.get("module_path") or ""
-            if by_path.get(path) is not None:
-                self.block[node] = works_for[node] = by_path[path]  # type: ignore[assignment]
+            if (number := by_path.get(path)) is not None:
+                self.block[node] = number
+                works_for[node] = number, number
             elif path in around:
-                of = {works_for[x] for x in node.all_input_nodes if x in works_for}
-                of -= {_MIXED} if node.meta["phase"] is Phase.BACKWARD else set()
+                of = [works_for[x] for x in node.all_input_nodes if x in works_for]
+                if node.meta["phase"] is Phase.BACKWARD:  # a gradient of all is used for one
+                    of = [(first, last) for first, last in of if first == last]
                 if of:
-                    works_for[node] = of.pop() if len(of) == 1 else _MIXED
+                    works_for[node] = min(first for first, _ in of), max(last for _, last in of)
                     free.append(node)
         for node in reversed(free):
-            of = {self.block[user] for user in node.users if user in self.block}
-            if not of and node.meta["phase"] is Phase.FORWARD and node.target is not aten.add.Tensor:
-                of = {works_for[node]}  # what a block gives to a sum over blocks
-            if len(of) == 1 and works_for[node] in of - {_MIXED}:
-                self.block[node] = works_for[node]
+            first, last = works_for[node]
+            is_read = any(user in self.block for user in node.users)
+            adds = node.target is aten.add.Tensor and node.meta["phase"] is Phase.FORWARD
+            gives = node.meta["phase"] is Phase.FORWARD and not adds  # to a sum over blocks, for one
+            if (is_read and (first == last or adds)) or (first == last and gives):
+                self.block[node] = last
 
     def _calls(self, phase: Phase) -> Iterator[Node]:
         return (node for node in self.step.graph.nodes if node.op == "call_function" and node.meta["phase"] is phase)
@@ -453,15 +455,21 @@ def _without(
 
     def operand(reader: Node, node: Node) -> Node:
         if node not in gone:
-            return copies[node]
+            return node
         before, behind = stands_in[node]
         if reader not in blocks.block:
-            return copies[min(before, behind, key=blocks.order.__getitem__)]
-        return copies[before if blocks.block[node] < blocks.block[reader] else behind]
+            return min(before, behind, key=blocks.order.__getitem__)
+        return before if blocks.block[node] < blocks.block[reader] else behind
 
     for node in step.graph.nodes:
-        if node.op != "output" and node not in gone:
-            copies[node] = graph.node_copy(node, functools.partial(operand, node))
+        waiting = [node] if node.op != "output" and node not in gone else []
+        while waiting:  # for operands that came earlier in a dropped block
+            node = waiting[-1]
+            missing = [x for x in (operand(node, x) for x in node.all_input_nodes) if x not in copies] if node not in copies else []
+            assert len(waiting) <= len(counts), f"{node.name} waits for itself in the step without {[run for run, _ in runs]}"
+            if not missing and waiting.pop() not in copies:
+                copies[node] = graph.node_copy(node, lambda x: copies[operand(node, x)])
+            waiting += missing
     kept = [i for i, (owner, node) in enumerate(zip(blocks.owners, step.results, strict=True)) if owner not in gone and node not in gone]
     graph.output(tuple(copies[step.results[i]] for i in kept))
     graph.output_node().meta = dict(step.graph.output_node().meta)
