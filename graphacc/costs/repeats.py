@@ -92,7 +92,7 @@ def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
         runs = list(_runs(blocks, keep))
         notes += _differences(blocks, runs)
         if runs:
-            step, counts = _without(step, blocks, [run.dropped(keep) for run in runs], counts)
+            step, counts = _without(step, blocks, runs, keep, counts)
             classes += [run.repeat(blocks.paths, keep) for run in runs]
             settled.update(path for item in classes for group in item.groups for path in group)
     return Reduced(step=step, counts=counts, classes=tuple(classes), notes=tuple(notes))
@@ -281,10 +281,6 @@ class _Run:
     def groups(self) -> list[range]:
         return [range(self.first + i * self.size, self.first + (i + 1) * self.size) for i in range(self.length)]
 
-    def dropped(self, keep: int) -> tuple["_Run", range]:
-        """This run, and the numbers of its groups that are dropped."""
-        return self, range(keep - 1, self.length - 1)
-
     def repeat(self, paths: Sequence[str], keep: int) -> Repeat:
         groups = tuple(tuple(paths[i] for i in group) for group in self.groups())
         return Repeat(groups=groups, kept=(*groups[: keep - 1], groups[-1]))
@@ -426,19 +422,19 @@ def _text(node: Node) -> str:
 
 
 def _without(
-    step: StepGraph, blocks: _Blocks, runs: Sequence[tuple[_Run, range]], counts: Mapping[str, int]
+    step: StepGraph, blocks: _Blocks, runs: Sequence[_Run], keep: int, counts: Mapping[str, int]
 ) -> tuple[StepGraph, dict[str, int]]:
-    """The step without the dropped groups, and the counts of its nodes."""
+    """The step with `keep` groups of every run, and the counts of its nodes."""
     stands_in: dict[Node, tuple[Node, Node]] = {}  # dropped node -> the same of the last group before and of the first behind
     weights: dict[Node, int] = {}
-    for run, dropped in runs:
+    for run in runs:
         groups = [blocks.group(group[0], run.size).nodes for group in run.groups()]
-        second = next(i for i in range(1, run.length) if i not in dropped)
-        for node, before, behind, *others in zip(*(groups[i] for i in (second, dropped[0] - 1, dropped[-1] + 1, *dropped)), strict=True):
+        second = groups[1] if keep > 2 else groups[-1]
+        for node, before, behind, *others in zip(second, groups[keep - 2], groups[-1], *groups[keep - 1 : -1], strict=True):
             weights[node] = counts[node.name] + sum(counts[other.name] for other in others)
             stands_in.update(dict.fromkeys(others, (before, behind)))
     gone = set(stands_in)
-    for node in reversed(step.graph.nodes):
+    for node in reversed(list(step.graph.nodes)):
         item = blocks.inputs.get(node)
         if node.users and (item is None or item.kind is Kind.HYPER) and node not in blocks.block and gone.issuperset(node.users):
             gone.add(node)  # computed for dropped blocks alone
@@ -466,7 +462,7 @@ def _without(
         while waiting:  # for operands that came earlier in a dropped block
             node = waiting[-1]
             missing = [x for x in (operand(node, x) for x in node.all_input_nodes) if x not in copies] if node not in copies else []
-            assert len(waiting) <= len(counts), f"{node.name} waits for itself in the step without {[run for run, _ in runs]}"
+            assert len(waiting) <= len(counts), f"{node.name} waits for itself in the step without blocks of {runs}"
             if not missing and waiting.pop() not in copies:
                 copies[node] = graph.node_copy(node, lambda x: copies[operand(node, x)])
             waiting += missing

@@ -1,6 +1,7 @@
 """Captured steps of the zoo's models with as many layers as a test wants."""
 
 import functools
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -17,8 +18,8 @@ def deep_model(name: str, layers: int) -> tuple[nn.Module, dict]:
         return zoo.MODELS[name]()
 
 
-def captured(model: nn.Module, batch: dict, **options) -> tuple[StepGraph, StepGraph]:
-    """The joint graph and the whole step with AdamW; `options` are those of `capture_update`."""
+def captured(model: nn.Module, batch: dict, make_optimizer: Callable = zoo.adamw, **options) -> tuple[StepGraph, StepGraph]:
+    """The joint graph and the whole step; `options` are those of `capture_update`."""
     tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
 
     def call(model, leaves):
@@ -26,7 +27,7 @@ def captured(model: nn.Module, batch: dict, **options) -> tuple[StepGraph, StepG
 
     joint = capture_joint(model, call, Batch(leaves=tuple(tensors.values()), paths=tuple(tensors)))
     grads = [item.target for item in joint.outputs if item.kind is Kind.GRAD]
-    return joint, stitch(joint, capture_update(model, zoo.adamw(model), grads, **options))
+    return joint, stitch(joint, capture_update(model, make_optimizer(model), grads, **options))
 
 
 @functools.cache
