@@ -69,9 +69,10 @@ class Reduced:
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
     """Leave out all but `keep` of every class of consecutive equal blocks.
 
-    A quantity that is a sum over the nodes of the captured step is the sum over those of the reduced one, times their counts. For what
-    passes make of it (`Reduced.blocks`) that takes 3 blocks: the first one and the last, whose surroundings differ, count once. What is
-    linear in the depth and no sum, such as the memory of temporaries, follows from the steps of 2 and of 3 blocks.
+    A quantity that is a sum over the nodes of the captured step is the sum over those of the reduced one, times their counts. What passes
+    add has the weight of its module (`Reduced.blocks`). What is linear in the depth and no sum follows from the steps of 2 and of 3
+    blocks, where all classes are equally long. The memory of temporaries is so piece by piece: where few layers have their peak in
+    another place than many, a larger `keep` comes closer.
 
     Args:
         step: a captured step, joint or whole, with global shapes. It is not changed.

@@ -97,7 +97,7 @@ def test_what_does_not_repeat_stays_as_it_is(name):
 
 STRATEGIES = ["dp=8", "fsdp=8", "tp=2,fsdp=4", "cp=2,fsdp=4"]
 BENT = [("llama", "cp=2,fsdp=4"), ("mixtral", "cp=2,fsdp=4")]
-"""Where few layers have their peak elsewhere than many: the memory of temporaries is convex in the depth, linear from four layers on."""
+"""Where few layers have their peak elsewhere than many: there the memory of temporaries is linear from four layers on."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
