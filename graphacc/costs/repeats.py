@@ -38,7 +38,6 @@ _MAX_PERIOD = 8  # blocks that repeat in a group
 _MAX_DEPTH = 3  # of numbered modules in one another: stages of blocks
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 _PARTS = frozenset({aten.slice.Tensor, aten.select.int, operator.getitem})
-_MIXED = -2  # belongs to several blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,10 @@ class Reduced:
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
     """Leave out all but `keep` of every class of consecutive equal blocks.
 
-    A quantity that is a sum over the nodes of the captured step is the sum over those of the reduced one, times their counts. For what
-    passes make of it (`Reduced.blocks`) that takes 3 blocks: the first one and the last, whose surroundings differ, count once. What is
-    linear in the depth and no sum, such as the memory of temporaries, follows from the steps of 2 and of 3 blocks.
+    A quantity that is a sum over the nodes of the captured step is the sum over those of the reduced one, times their counts. What passes
+    add has the weight of its module (`Reduced.blocks`). What is linear in the depth and no sum follows from the steps of 2 and of 3
+    blocks, where all classes are equally long. The memory of temporaries is so piece by piece: where few layers have their peak in
+    another place than many, a larger `keep` comes closer.
 
     Args:
         step: a captured step, joint or whole, with global shapes. It is not changed.
@@ -105,7 +105,7 @@ def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
         runs = list(_runs(blocks, keep))
         notes += _differences(blocks, runs)
         if runs:
-            step, counts = _without(step, blocks, [run.dropped(keep) for run in runs], counts)
+            step, counts = _without(step, blocks, runs, keep, counts)
             classes += [run.repeat(blocks.paths, keep) for run in runs]
             settled.update(path for item in classes for group in item.groups for path in group)
     return Reduced(step=step, counts=counts, classes=tuple(classes), notes=tuple(notes))
@@ -154,24 +154,27 @@ class _Blocks:
                     self.paths.append(name)
                 by_path[path] = self.paths.index(name) if name else None
         around = {"", *(name[: dot.start()] for name in self.paths for dot in re.finditer(r"\.", name))}
-        works_for: dict[Node, int] = {}
+        works_for: dict[Node, tuple[int, int]] = {}  # the first and the last block whose values it uses
         free = []
         for node in (*self._calls(Phase.FORWARD), *self._calls(Phase.BACKWARD)):
             path = node.meta.get("module_path") or ""
-            if by_path.get(path) is not None:
-                self.block[node] = works_for[node] = by_path[path]  # type: ignore[assignment]
+            if (number := by_path.get(path)) is not None:
+                self.block[node] = number
+                works_for[node] = number, number
             elif path in around:
-                of = {works_for[x] for x in node.all_input_nodes if x in works_for}
-                of -= {_MIXED} if node.meta["phase"] is Phase.BACKWARD else set()
+                of = [works_for[x] for x in node.all_input_nodes if x in works_for]
+                if node.meta["phase"] is Phase.BACKWARD:  # a gradient of all is used for one
+                    of = [(first, last) for first, last in of if first == last]
                 if of:
-                    works_for[node] = of.pop() if len(of) == 1 else _MIXED
+                    works_for[node] = min(first for first, _ in of), max(last for _, last in of)
                     free.append(node)
         for node in reversed(free):
-            of = {self.block[user] for user in node.users if user in self.block}
-            if not of and node.meta["phase"] is Phase.FORWARD and node.target is not aten.add.Tensor:
-                of = {works_for[node]}  # what a block gives to a sum over blocks
-            if len(of) == 1 and works_for[node] in of - {_MIXED}:
-                self.block[node] = works_for[node]
+            first, last = works_for[node]
+            is_read = any(user in self.block for user in node.users)
+            adds = node.target is aten.add.Tensor and node.meta["phase"] is Phase.FORWARD
+            gives = node.meta["phase"] is Phase.FORWARD and not adds  # to a sum over blocks, for one
+            if (is_read and (first == last or adds)) or (first == last and gives):
+                self.block[node] = last
 
     def _calls(self, phase: Phase) -> Iterator[Node]:
         return (node for node in self.step.graph.nodes if node.op == "call_function" and node.meta["phase"] is phase)
@@ -290,10 +293,6 @@ class _Run:
 
     def groups(self) -> list[range]:
         return [range(self.first + i * self.size, self.first + (i + 1) * self.size) for i in range(self.length)]
-
-    def dropped(self, keep: int) -> tuple["_Run", range]:
-        """This run, and the numbers of its groups that are dropped."""
-        return self, range(keep - 1, self.length - 1)
 
     def repeat(self, paths: Sequence[str], keep: int) -> Repeat:
         groups = tuple(tuple(paths[i] for i in group) for group in self.groups())
@@ -436,19 +435,19 @@ def _text(node: Node) -> str:
 
 
 def _without(
-    step: StepGraph, blocks: _Blocks, runs: Sequence[tuple[_Run, range]], counts: Mapping[str, int]
+    step: StepGraph, blocks: _Blocks, runs: Sequence[_Run], keep: int, counts: Mapping[str, int]
 ) -> tuple[StepGraph, dict[str, int]]:
-    """The step without the dropped groups, and the counts of its nodes."""
+    """The step with `keep` groups of every run, and the counts of its nodes."""
     stands_in: dict[Node, tuple[Node, Node]] = {}  # dropped node -> the same of the last group before and of the first behind
     weights: dict[Node, int] = {}
-    for run, dropped in runs:
+    for run in runs:
         groups = [blocks.group(group[0], run.size).nodes for group in run.groups()]
-        second = next(i for i in range(1, run.length) if i not in dropped)
-        for node, before, behind, *others in zip(*(groups[i] for i in (second, dropped[0] - 1, dropped[-1] + 1, *dropped)), strict=True):
+        second = groups[1] if keep > 2 else groups[-1]
+        for node, before, behind, *others in zip(second, groups[keep - 2], groups[-1], *groups[keep - 1 : -1], strict=True):
             weights[node] = counts[node.name] + sum(counts[other.name] for other in others)
             stands_in.update(dict.fromkeys(others, (before, behind)))
     gone = set(stands_in)
-    for node in reversed(step.graph.nodes):
+    for node in reversed(list(step.graph.nodes)):
         item = blocks.inputs.get(node)
         if node.users and (item is None or item.kind is Kind.HYPER) and node not in blocks.block and gone.issuperset(node.users):
             gone.add(node)  # computed for dropped blocks alone
@@ -465,15 +464,21 @@ def _without(
 
     def operand(reader: Node, node: Node) -> Node:
         if node not in gone:
-            return copies[node]
+            return node
         before, behind = stands_in[node]
         if reader not in blocks.block:
-            return copies[min(before, behind, key=blocks.order.__getitem__)]
-        return copies[before if blocks.block[node] < blocks.block[reader] else behind]
+            return min(before, behind, key=blocks.order.__getitem__)
+        return before if blocks.block[node] < blocks.block[reader] else behind
 
     for node in step.graph.nodes:
-        if node.op != "output" and node not in gone:
-            copies[node] = graph.node_copy(node, functools.partial(operand, node))
+        waiting = [node] if node.op != "output" and node not in gone else []
+        while waiting:  # for operands that came earlier in a dropped block
+            node = waiting[-1]
+            missing = [x for x in (operand(node, x) for x in node.all_input_nodes) if x not in copies] if node not in copies else []
+            assert len(waiting) <= len(counts), f"{node.name} waits for itself in the step without blocks of {runs}"
+            if not missing and waiting.pop() not in copies:
+                copies[node] = graph.node_copy(node, lambda x: copies[operand(node, x)])
+            waiting += missing
     kept = [i for i, (owner, node) in enumerate(zip(blocks.owners, step.results, strict=True)) if owner not in gone and node not in gone]
     graph.output(tuple(copies[step.results[i]] for i in kept))
     graph.output_node().meta = dict(step.graph.output_node().meta)
