@@ -173,8 +173,24 @@ class _Blocks:
             is_read = any(user in self.block for user in node.users)
             adds = node.target is aten.add.Tensor and node.meta["phase"] is Phase.FORWARD
             gives = node.meta["phase"] is Phase.FORWARD and not adds  # to a sum over blocks, for one
+            gives = gives or all(user.op == "output" or user.meta["phase"] is Phase.UPDATE for user in node.users)  # a parameter's gradient
             if (is_read and (first == last or adds)) or (first == last and gives):
                 self.block[node] = last
+
+        self._place_casts(around)
+
+    def _place_casts(self, around: set[str]) -> None:
+        """What is computed of parameters alone, such as their casts to bf16, belongs to the only block that reads it."""
+        of_inputs: set[Node] = {node for node, item in self.inputs.items() if item.kind in (Kind.PARAM, Kind.BUFFER)}
+        casts = []
+        for node in self._calls(Phase.FORWARD):
+            if node not in self.block and (node.meta.get("module_path") or "") in around and node.all_input_nodes and of_inputs.issuperset(node.all_input_nodes):
+                of_inputs.add(node)
+                casts.append(node)
+        for node in reversed(casts):
+            of = {self.block.get(user) for user in node.users}
+            if len(of) == 1 and (number := of.pop()) is not None:
+                self.block[node] = number
 
     def _calls(self, phase: Phase) -> Iterator[Node]:
         return (node for node in self.step.graph.nodes if node.op == "call_function" and node.meta["phase"] is phase)

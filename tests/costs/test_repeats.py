@@ -88,6 +88,16 @@ def test_sums_over_counts_are_those_of_the_whole_step(name, classes, keep):
         reduced.step.verify()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
+def test_casts_of_parameters_belong_to_their_blocks(name):
+    """Under bf16 they are made outside of all modules, and those of gradients too."""
+    for step in deep_steps(name, 6, "bf16"):
+        reduced = reduce_repeats(step)
+        assert [number for number, _ in groups(reduced)] == [6], reduced.notes
+        assert sums(reduced.step, reduced.counts) == sums(step)
+        reduced.step.verify()
+
+
 @pytest.mark.parametrize("name", ["tied_mlp", "lstm_lm", pytest.param("resnet", marks=pytest.mark.matrix), "gpt2"])
 def test_what_does_not_repeat_stays_as_it_is(name):
     step = deep_steps(name, 2)[1]
