@@ -4,14 +4,20 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from graphacc.graph import StepGraph
+from graphacc.errors import StrategyError
+from graphacc.graph import Kind, StepGraph
+from graphacc.runtime.distributed import share
 from graphacc.costs.hardware import Hardware
 from graphacc.search import Plan, Request, Search
 
 if TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+    from graphacc.loop.programs import Programs
 
 log = logging.getLogger("graphacc")
+
+
+_REFUSED = "refused: "
 
 
 class Choice:
@@ -26,6 +32,23 @@ class Choice:
         self.plan: Plan | None = None
         self.why_not = ""  # nothing is searched
         self._is_open = True
+
+    def _search(self, programs: "Programs", joint: StepGraph, update: StepGraph | None) -> str:
+        """The plan, or why there is none, as text for the other processes."""
+        batch = {item.target for item in joint.inputs if item.kind is Kind.BATCH}
+        search = Search(
+            joint,
+            update,
+            Hardware.present(programs.num_devices),
+            batch_dims={name: dim for name, dim in programs.batch_dims.items() if name in batch},
+            annotations=programs.annotations,
+            accumulates=update is None,
+        )
+        try:
+            self.plan = search.run(self.request)
+        except StrategyError as error:
+            return f"{_REFUSED}{error}"
+        return self.plan.to_json()
 
     def settle(self, engine: "Engine", joint: Callable[[], object], update: Callable[[], object] | None) -> None:
         """Search, once, and let the programs that follow have the strategy that was found.
@@ -48,14 +71,10 @@ class Choice:
             log.warning("graphacc: no strategy was searched, %s runs: %s", programs.strategy, self.why_not)
             return
         assert isinstance(graph, StepGraph)
-        self.plan = Search(
-            graph,
-            step if isinstance(step, StepGraph) else None,
-            Hardware.present(programs.num_devices),
-            batch_dims={name: dim for name, dim in programs.batch_dims.items() if any(item.target == name for item in graph.inputs)},
-            annotations=programs.annotations,
-            accumulates=update is None,
-        ).run(self.request)
+        found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
+        if found.startswith(_REFUSED):
+            raise StrategyError(found.removeprefix(_REFUSED))
+        self.plan = self.plan or Plan.from_json(found)
         log.warning("graphacc: %s", self.plan.line)
         if self.plan.strategy != programs.strategy:
             engine.bring_home()

@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from graphacc._compat.jax_ import DistributedService, KeyNotThere, read_key
 from graphacc.errors import DistributedError
@@ -147,6 +147,21 @@ def meet(service: DistributedService, number: int, pause: float) -> None:
     waits = _Waits(service, pause, math.inf, "has been compiling {:.0f} s longer")
     for rank in range(service.num_processes):
         waits.read(f"{_KEY}/{number}/compiled/{rank}", rank)
+
+
+def share(service: DistributedService, number: int, make: Callable[[], str], pause: float) -> str:
+    """What process 0 makes, in every process; the others wait, however long that takes.
+
+    Args:
+        number: of this call, the same in every process.
+        pause: seconds of waiting after which the log says what is waited for, again and again.
+    """
+    key = f"{_KEY}/shared/{number}"
+    if service.process_id:
+        return _Waits(service, pause, math.inf, "has been searching {:.0f} s").read(key, 0)
+    value = make()
+    service.client.key_value_set(key, value)
+    return value
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from torch.distributed import TCPStore
@@ -133,6 +133,13 @@ def meet(number: int) -> None:
     """Wait until all processes of the run have compiled the program that they agreed on."""
     if _watchdog is not None:
         agreement.meet(distributed_service(), number, _watchdog.timeout)
+
+
+def share(make: Callable[[], str]) -> str:
+    """What process 0 makes, in every process of the run; all must call this in the same order."""
+    if _watchdog is None:
+        return make()
+    return agreement.share(distributed_service(), _watchdog.note("shares a choice of process 0"), make, _watchdog.timeout)
 
 
 def detect(

@@ -107,12 +107,14 @@ def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update
 def _estimate(
     *, seconds: Mapping[Phase, float], update: float, moved: list[Moved], strategy: Strategy, hardware: Hardware, **sizes: int
 ) -> Estimate:
+    count = strategy.microbatches  # each runs forward and backward, and reduces its gradients
+    seconds = {phase: count * time for phase, time in seconds.items()}
     exposed: dict[str, float] = {}
     hideable = dict.fromkeys(Phase, 0.0)
     by_axis: dict[tuple[Phase, str], float] = {}
     for item in moved:
         axis = item.axis.partition("/")[0].partition("%")[0]
-        time = move_seconds(item, strategy.mesh, hardware)
+        time = move_seconds(item, strategy.mesh, hardware) * (1 if item.phase is Phase.UPDATE else count)
         if axis in HIDES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase] += time
             by_axis[item.phase, axis] = by_axis.get((item.phase, axis), 0.0) + time

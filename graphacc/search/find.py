@@ -48,7 +48,7 @@ class Search:
         batch_dims: as of `build_pipeline`.
         annotations: parameter -> mesh axis of every dim.
         memory_bytes: of one device that a step may use; None: what the hardware has.
-        accumulates: gradients stay on the devices between programs.
+        accumulates: gradients stay on the devices between programs, of which forward and backward are one, and the update another.
     """
 
     def __init__(
@@ -292,7 +292,8 @@ class Search:
     def _evaluate(self, strategy: Strategy) -> Estimate:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
         profile = self.estimate(strategy)
-        local = self._local(self.joint if self.update is None else stitch(self.joint, self.update), strategy)
+        update = None if self.accumulates else self.update
+        local = self._local(self.joint if update is None else stitch(self.joint, update), strategy)
         held = dict.fromkeys(Kind, 0)
         for node, item in zip(local.placeholders, local.inputs):
             held[item.kind] += value_bytes(node)
@@ -303,7 +304,7 @@ class Search:
             self.hardware,
             update_seconds=profile.update_seconds,
             parameter_bytes=held[Kind.PARAM],
-            state_bytes=profile.state_bytes if self.update is None else held[Kind.STATE],
+            state_bytes=profile.state_bytes if update is None else held[Kind.STATE],
             other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + returned,
             temporary_bytes=predict_memory(local).temporary_bytes,
         )

@@ -144,7 +144,7 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
 def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, object]]:
     """The fields that say how the axes of a mesh are used."""
     free = {
-        "zero": (None, 1) if mesh["fsdp"] > 1 else (None,),
+        "zero": (None, 1) if mesh["fsdp"] > 1 and request.pins.get("microbatches", 1) == 1 else (None, 2, 1) if mesh["fsdp"] > 1 else (None,),
         "sequence_parallel": (False, True) if mesh["tp"] > 1 else (False,),
         "context": CONTEXTS if mesh["cp"] > 1 else CONTEXTS[:1],
     }

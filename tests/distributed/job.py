@@ -70,6 +70,23 @@ def losses(*strategies: str) -> dict:
     return found
 
 
+def searched(strategy: str) -> dict:
+    """Five steps under a strategy that process 0 searches."""
+    net, optimizer = compiled(strategy, 2, devices=8)
+    values = five_losses(net, optimizer)
+    return {"losses": values, "strategy": str(net.plan.strategy), "rivals": len(net.plan.rivals)}
+
+
+def refused(strategy: str) -> str:
+    """Why process 0 finds no strategy, in every process."""
+    net, optimizer = compiled(strategy, 2, devices=8)
+    try:
+        step(net, optimizer, 0)
+    except graphacc.StrategyError as error:
+        return str(error)
+    return "found one"
+
+
 def losses_of_parts(*strategies: str) -> dict:
     """Where each process passes its own rows: losses, and a sum of the logits that depends on the order of the rows."""
     graphacc.distributed.initialize()

@@ -42,6 +42,16 @@ def test_losses_are_those_of_one_process_under_further_strategies():
     check_losses(finish(start([JOB, "losses", *FURTHER_STRATEGIES])), 0, job.losses(*FURTHER_STRATEGIES))
 
 
+def test_one_process_searches_for_all():
+    """Both have the strategy of process 0, and the reasons where there is none; losses are those of one process."""
+    first, second = (process.results for process in finish(start([JOB, "searched", "auto,tp=2", "+", "refused", "auto,cp=8,tp=1,dp=1,fsdp=1,ep=1,sequence_parallel=True"])))
+    assert first[0]["strategy"] == second[0]["strategy"] and "tp=2" in first[0]["strategy"] and first[0]["losses"] == second[0]["losses"]
+    assert first[0]["rivals"] and not second[0]["rivals"]
+    expected = job.losses(first[0]["strategy"])[first[0]["strategy"]]["losses"]
+    assert first[0]["losses"] == pytest.approx(expected, rel=1e-5)
+    assert first[1] == second[1] and "no strategy agrees with the pins" in first[1]
+
+
 def test_each_process_may_pass_its_own_rows(together):
     _, ended = together
     check_losses(ended, 1, job.losses_of_parts(*PARTS))

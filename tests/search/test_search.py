@@ -144,6 +144,16 @@ def test_without_an_optimizer_its_state_is_assumed():
     assert "AdamW's state is assumed" in str(accumulating.plan_of(Strategy(dp=8)))
 
 
+def test_microbatches_repeat_all_but_the_update():
+    case, _, _ = shared_case("gpt2")
+    accumulating = Search(case.joint, case.update, CPU, accumulates=True)
+    one, four = (accumulating.evaluate(Strategy(fsdp=8, microbatches=count)) for count in (1, 4))
+    assert four.compute_seconds == pytest.approx(4 * one.compute_seconds) and four.update_seconds == one.update_seconds
+    assert four.exposed_seconds["fsdp"] == pytest.approx(4 * one.exposed_seconds["fsdp"]) and four.bytes_per_device == one.bytes_per_device
+    chosen = accumulating.run(Request.parse("auto,microbatches=4", 8))
+    assert chosen.strategy.microbatches == 4 and not chosen.pin_costs
+
+
 # ---- plans in files
 
 
