@@ -47,7 +47,7 @@ def _match(node: torch.fx.Node) -> tuple[tuple[int, int], torch.fx.Node, list[to
     """The classes, each row's class, further conditions, value and zero, of a sum over the classes, the last dim; None if it is another sum."""
     row: Any = node.args[0]
     rank = row.meta["val"].dim()
-    if [dim % rank for dim in node.args[1]] != [rank - 1] or row.target is not aten.where.self or node.meta["val"].dtype != row.meta["val"].dtype:
+    if not node.args[1] or [dim % rank for dim in node.args[1]] != [rank - 1] or row.target is not aten.where.self or node.meta["val"].dtype != row.meta["val"].dtype:
         return None
     condition, value, zero = row.args
     if not _is_zero(zero) or not _is_one_class(value):

@@ -25,7 +25,7 @@ from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes, without_collection
 from graphacc.search.cost import RETURNED, cost_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
-from graphacc.search.plan import Plan, Rival
+from graphacc.search.plan import Plan, Rival, size_text
 from graphacc.search.space import CHOSEN, Limits, Refusals, Request, candidates
 from graphacc.strategy.spec import Strategy
 
@@ -221,7 +221,7 @@ class Search:
 
     def _reason(self, chosen: Estimate, other: Estimate) -> str:
         if not self.fits(other):
-            return f"needs {self.needed(other) / 2**30:.3g} GiB of {self.memory_bytes / 2**30:.3g}"
+            return f"needs {size_text(self.needed(other))} of {size_text(self.memory_bytes)}"
         mine, theirs = chosen.parts(), other.parts()
         difference = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {*mine, *theirs}}
         name = max(difference, key=lambda key: (difference[key], key))
@@ -257,8 +257,8 @@ class Search:
         least, smallest = min(((self.needed(estimate), strategy) for strategy, estimate in ranked), key=lambda item: (item[0], str(item[1])))
         pins = " with " + " and ".join(f"{name}={request.pins[name]}" for name in conflict) if conflict else ""
         lines = [
-            f"no strategy of {request.devices} devices{pins} fits into {self.memory_bytes / 2**30:.3g} GiB per device. It would fit with",
-            f"  {least / 2**30:.3g} GiB per device ({smallest})",
+            f"no strategy of {request.devices} devices{pins} fits into {size_text(self.memory_bytes)} per device. It would fit with",
+            f"  {size_text(least)} per device ({smallest})",
         ]
         for name in conflict:
             freed = [(s, e) for s, e in self._ranked(request.without(name), Refusals()) if self.fits(e)]

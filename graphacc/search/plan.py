@@ -58,7 +58,7 @@ class Plan:
     def line(self) -> str:
         """The choice and the reason, in one line."""
         others = next((f"; next: {rival.strategy or 'one device'}, {rival.reason}" for rival in self.rivals), "")
-        sizes = f"{self.estimate.seconds * _MS:.3g} ms a step and {_size(self.estimate.bytes_per_device)} per device predicted"
+        sizes = f"{self.estimate.seconds * _MS:.3g} ms a step and {size_text(self.estimate.bytes_per_device)} per device predicted"
         return f"strategy {self.strategy or 'one device'}: {sizes}, the best of {self.num_evaluated}{others}"
 
     def __str__(self) -> str:
@@ -66,16 +66,16 @@ class Plan:
         rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second is not None else ""
         lines = [
             f"{self.strategy or 'one device'}",
-            f"for {self.hardware}, out of {self.request}: {estimate.seconds * _MS:.4g} ms a step{rate}, {_size(estimate.bytes_per_device)} per device",
+            f"for {self.hardware}, out of {self.request}: {estimate.seconds * _MS:.4g} ms a step{rate}, {size_text(estimate.bytes_per_device)} per device",
             "time:   " + ", ".join(f"{name} {seconds * _MS:.3g} ms" for name, seconds in estimate.parts().items()) + f"; hidden communication {estimate.hidden_seconds * _MS:.3g} ms",
-            f"memory: parameters {_size(estimate.parameter_bytes)}, optimizer state {_size(estimate.state_bytes)}, buffers, batch and results {_size(estimate.other_bytes)}, "
-            f"temporaries {_size(estimate.temporary_bytes)}; at most {_size(self.hardware.usable_bytes)}",
+            f"memory: parameters {size_text(estimate.parameter_bytes)}, optimizer state {size_text(estimate.state_bytes)}, buffers, batch and results {size_text(estimate.other_bytes)}, "
+            f"temporaries {size_text(estimate.temporary_bytes)}; at most {size_text(self.hardware.usable_bytes)}",
             f"evaluated {self.num_evaluated} strategies, {self.num_over_memory} of them over the memory; "
             f"{sum(self.refusals.values())} cannot be" + "".join(f"\n    {count} x {reason}" for reason, count in sorted(self.refusals.items(), key=lambda item: -item[1])),
             f"optimal within the model of costs, whose seconds are expected within ±{100 * self.hardware.error:.0f} % ({self.hardware.error_source}; constants: {self.hardware.source})",
         ]
         lines += [f"the pin {pin} costs {100 * cost:+.1f} %" for pin, cost in self.pin_costs.items()]
-        lines += [f"rival: {rival.strategy or 'one device'}: {rival.estimate.seconds * _MS:.4g} ms, {_size(rival.estimate.bytes_per_device)}: {rival.reason}{' (a tie within the error)' if rival.is_tie else ''}" for rival in self.rivals]
+        lines += [f"rival: {rival.strategy or 'one device'}: {rival.estimate.seconds * _MS:.4g} ms, {size_text(rival.estimate.bytes_per_device)}: {rival.reason}{' (a tie within the error)' if rival.is_tie else ''}" for rival in self.rivals]
         lines += [f"note: {note}" for note in self.notes]
         if self.search_seconds:
             lines.append("searched in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.search_seconds.items()))
@@ -154,5 +154,5 @@ def _merged(first: Iterable[str], second: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*first, *second]))
 
 
-def _size(number: int) -> str:
-    return f"{number / _GIB:.2f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB"
+def size_text(number: int) -> str:
+    return f"{number / _GIB:.2f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB" if number >= _MIB else f"{number:,} bytes"

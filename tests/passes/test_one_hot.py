@@ -54,7 +54,15 @@ def test_the_sum_is_the_value(keepdim, value):
     ids=["another zero", "every second class", "not equal", "a value for each class"],
 )
 def test_other_sums_stay(row):
-    assert rewritten(lambda index, value: (aten.sum.dim_IntList(row(index, value), [1], True),), INDEX, VALUE) == 1
+    assert rewritten(lambda index, value: (aten.sum.dim_IntList(row(index, value), [-1], True),), INDEX, VALUE) == 1
+
+
+def test_a_sum_over_all_dims_stays():
+    def row(index, value):
+        return aten.where.self(aten.eq.Tensor(aten.arange.default(CLASSES), index), value, aten.full.default([], 0.0))
+
+    assert rewritten(lambda index, value: (aten.sum.dim_IntList(row(index, value), None),), INDEX, VALUE) == 1
+    assert rewritten(lambda index, value: (aten.sum.dim_IntList(row(index, value), [0, 1]),), INDEX, VALUE) == 1
 
 
 def test_no_pass_over_the_classes_is_left_of_a_cross_entropy():
