@@ -7,6 +7,7 @@ All devices do the same at the same time, so that what is measured is what each 
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class _Bench:
             "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, tiled=True),
             "all_reduce": lax.psum,
             "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
+            "permute": self._to_the_next,
         }
         found = []
         for axes, num_ranks in groups.items():
@@ -115,6 +117,12 @@ class _Bench:
                     seconds = self._seconds(lambda x, run=collective, axes=axes: run(x, axes), x)
                     found.append(Measurement(kind=kind, seconds=seconds, size_bytes=4 * count, num_ranks=num_ranks))
         return found
+
+    def _to_the_next(self, x: jax.Array, axes) -> jax.Array:
+        """Every rank's array to the next rank of its group, as around a ring."""
+        names = axes if isinstance(axes, tuple) else (axes,)
+        count = math.prod(self.mesh.shape[name] for name in names)
+        return lax.ppermute(x, axes, [(rank, (rank + 1) % count) for rank in range(count)])
 
     def _array(self, shape: tuple[int, ...], dtype: str = "fp32") -> jax.Array:
         """On every device one of this shape, whose sums and products stay small."""

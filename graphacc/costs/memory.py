@@ -79,7 +79,7 @@ _REDUCTIONS = frozenset(
     }
 )
 
-_ORDERS = ("program order", "immediate updates", "eager free", "LPMF")
+_ORDERS = ("program order", "immediate updates", "eager free", "LPMF", "BFS")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

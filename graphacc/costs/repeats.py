@@ -67,15 +67,13 @@ class Reduced:
 
 
     def count(self, node: Node) -> int:
-        """How many nodes one of a program that passes have made of the step stands for: inputs by name, calls by their module."""
-        if node.op == "placeholder":
-            return self.counts.get(node.name, 1)
+        """How many nodes one of a program that passes have made of the step stands for: calls by their module, others by their name."""
         path = node.meta.get("module_path") or ""
-        while path:
+        while path and node.op != "placeholder":
             if path in self.blocks:
                 return self.blocks[path]
             path = path.rpartition(".")[0]
-        return 1
+        return self.counts.get(node.name, 1)
 
 
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:

@@ -85,8 +85,12 @@ class Profile:
             moved.append(_gradients("dp", "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
         share = 1 / ranks if stage else 1.0
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
+        cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
+        seconds = dict(self.cost.seconds)
+        seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
+        transient -= round(sum(weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
         return _estimate(
-            seconds=dict(self.cost.seconds),
+            seconds=seconds,
             update=_stream_seconds(self.update_bytes * share, hardware),
             moved=moved,
             strategy=strategy,

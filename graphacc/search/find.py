@@ -8,6 +8,7 @@
 The order of candidates is optimal within the model of costs, as all of them are estimated; what the model errs is said with the plan.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,9 @@ from graphacc.search.space import CHOSEN, Limits, Refusals, Request, candidates
 from graphacc.strategy.spec import Strategy
 
 FINALISTS = 3
-"""Strategies that fit and are evaluated on the whole graph before the best is taken."""
+"""Strategies that fit and are evaluated on the whole graph, at most, before the best is taken."""
+AGREES = 0.02
+"""Relative difference of estimate and evaluation up to which the first finalist is taken: the others' estimates then hold as well."""
 TIE = 0.01
 """Relative difference in time below which less memory and fewer axes decide."""
 MARGIN = 0.08
@@ -136,9 +139,7 @@ class Search:
         finalists = self._finalists(ranked)
         if not finalists:
             raise StrategyError(self._infeasible(request, ranked))
-        best = min(estimate.seconds for _, estimate in finalists)
-        ties = [item for item in finalists if item[1].seconds <= best * (1 + TIE)]
-        strategy, estimate = min(ties, key=lambda item: (item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
+        strategy, estimate = min(finalists, key=lambda item: item[1].seconds)
         return Plan(
             strategy=strategy,
             estimate=estimate,
@@ -179,19 +180,22 @@ class Search:
         return sorted(found, key=lambda item: (item[1].seconds, item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
 
     def _finalists(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
-        """The first that fit by the real passes; what is estimated a quarter above the memory is left out."""
+        """The first ones that fit by the real passes, until one takes the time that was estimated; at most `FINALISTS`.
+
+        What is estimated a quarter above the memory is left out.
+        """
         found: list[tuple[Strategy, Estimate]] = []
-        for strategy, estimate in ranked:
-            if self.needed(estimate) > 1.25 * self.memory_bytes:
-                continue
-            if len(found) >= FINALISTS:
-                break
-            try:
+        left = [item for item in ranked if self.needed(item[1]) <= 1.25 * self.memory_bytes]
+        while left and len(found) < FINALISTS:
+            ties = [item for item in left if item[1].seconds <= left[0][1].seconds * (1 + TIE)]
+            strategy, estimate = min(ties, key=lambda item: (not self.fits(item[1]), item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
+            left.remove((strategy, estimate))
+            with contextlib.suppress(StrategyError):
                 exact = self.evaluate(strategy)
-            except StrategyError:
-                continue
-            if self.fits(exact):
-                found.append((strategy, exact))
+                if self.fits(exact):
+                    found.append((strategy, exact))
+                    if abs(exact.seconds / estimate.seconds - 1) <= AGREES:
+                        break
         return found
 
     def limits(self) -> Limits:

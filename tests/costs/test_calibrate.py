@@ -15,7 +15,7 @@ from graphacc.costs.calibrate import calibrate, fit, predict, preset_name
 from graphacc.costs.measure import Measurement
 from graphacc.errors import StrategyError
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_constants_are_found_again():
     assert found.meeting_seconds == pytest.approx(4.4e-6, rel=1e-3)
     assert (found.levels[0].name, found.levels[0].size) == ("nvlink", 8)
     assert (found.levels[0].bandwidth, found.levels[0].latency_seconds) == pytest.approx((300e9, 3e-6), rel=1e-3)
-    assert dict(found.collective_shares) == pytest.approx({"reduce_scatter": 1.0, "all_reduce": 1.0, "all_to_all": 0.5}, rel=1e-3)
+    assert dict(found.collective_shares) == pytest.approx({"reduce_scatter": 1.0, "all_reduce": 1.0, "all_to_all": 0.5, "permute": 1.0}, rel=1e-3)
     assert found.error <= 0.01
 
 
