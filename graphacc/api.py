@@ -246,8 +246,8 @@ def _choose_strategy(
         parameters = {name: describe_parameter(p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
         strategy.check(parameters, count, Hardware.present(count).chip.name)
         strategy = strategy.strategy
-    count = devices if devices is not None else available_devices() if strategy is None or _is_auto(strategy) else None
     if isinstance(strategy, str) and _is_auto(strategy):
+        count = available_devices() if devices is None else devices
         request = Request.parse(strategy, count)
         if precision is not None:
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
@@ -255,14 +255,14 @@ def _choose_strategy(
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     if strategy is None:
-        strategy = Strategy(fsdp=count)
+        strategy = Strategy(fsdp=available_devices() if devices is None else devices)
     if precision is not None:
         strategy = strategy.replace(precision=precision)
     return _with_nodes(strategy), None
 
 
-def _is_auto(strategy: object) -> bool:
-    return isinstance(strategy, str) and strategy.strip().partition(",")[0].strip() == "auto"
+def _is_auto(strategy: str) -> bool:
+    return strategy.partition(",")[0].strip() == "auto"
 
 
 def _with_nodes(strategy: Strategy) -> Strategy:

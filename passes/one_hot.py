@@ -22,6 +22,7 @@ _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 
 def sum_one_hots(step: StepGraph, log: Log) -> StepGraph:
     """Rewrite every such sum; all terms but one are zero, so that no bit changes."""
+    node: Any
     for node in list(step.graph.nodes):
         found = _match(node) if node.target is aten.sum.dim_IntList else None
         if found is None:
@@ -43,9 +44,9 @@ def sum_one_hots(step: StepGraph, log: Log) -> StepGraph:
     return step
 
 
-def _match(node: torch.fx.Node) -> tuple[tuple[int, int], torch.fx.Node, list[torch.fx.Node], torch.fx.Node, torch.fx.Node] | None:
+def _match(node: Any) -> tuple | None:
     """The classes, each row's class, further conditions, value and zero, of a sum over the classes, the last dim; None if it is another sum."""
-    row: Any = node.args[0]
+    row = node.args[0]
     rank = row.meta["val"].dim()
     if not node.args[1] or [dim % rank for dim in node.args[1]] != [rank - 1] or row.target is not aten.where.self or node.meta["val"].dtype != row.meta["val"].dtype:
         return None
@@ -53,7 +54,7 @@ def _match(node: torch.fx.Node) -> tuple[tuple[int, int], torch.fx.Node, list[to
     if not _is_zero(zero) or not _is_one_class(value):
         return None
     parts = list(condition.args) if condition.target in _AND else [condition]
-    equal = [part for part in parts if isinstance(part, torch.fx.Node) and part.target is aten.eq.Tensor]
+    equal = [part for part in parts if part.target is aten.eq.Tensor]
     if len(equal) != 1:
         return None
     masks = [part for part in parts if part is not equal[0]]
@@ -68,7 +69,7 @@ def _match(node: torch.fx.Node) -> tuple[tuple[int, int], torch.fx.Node, list[to
 
 def _classes(node: Any) -> tuple[int, int] | None:
     """First and last + 1 of a running index."""
-    if not isinstance(node, torch.fx.Node) or not all(isinstance(arg, int) for arg in node.args) or node.meta["val"].is_floating_point():
+    if not all(isinstance(arg, int) for arg in node.args) or node.meta["val"].is_floating_point():
         return None
     if node.target is aten.arange.default and len(node.args) == 1:
         return 0, node.args[0]

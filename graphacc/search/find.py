@@ -376,8 +376,9 @@ def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None]) -> int | None
     """Elements of the first batch input of whole numbers, which are tokens; else rows."""
     rows = None
     for item in step.inputs:
-        if item.kind is Kind.BATCH and batch_dims.get(item.target) is not None:
+        dim = batch_dims.get(item.target) if item.kind is Kind.BATCH else None
+        if dim is not None:
             if not item.dtype.is_floating_point and len(item.shape) == 2:
                 return item.shape[0] * item.shape[1]
-            rows = rows or item.shape[batch_dims[item.target]]
+            rows = rows or item.shape[dim]
     return rows

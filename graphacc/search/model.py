@@ -59,7 +59,7 @@ def plan(
     found = hardware if isinstance(hardware, Hardware) else Hardware.present() if hardware is None else Hardware.parse(hardware)
     request, fixed = _asked(strategy, pins | ({} if precision is None else {"precision": precision}), found.num_devices)
     asked = request.pins if fixed is None else dataclasses.asdict(fixed)
-    microbatches = asked.get("microbatches", 1)
+    microbatches = int(str(asked.get("microbatches", 1)))
     search = search_of(
         model,
         batch,

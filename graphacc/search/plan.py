@@ -104,9 +104,8 @@ class Plan:
             values = json.loads(text)
             if values["format"] != _FORMAT:
                 raise ValueError(f"format {values['format']!r}, expected {_FORMAT}")
-            strategy = {key: tuple(map(tuple, value)) if key == "stages" else value for key, value in values["strategy"].items()}
             return cls(
-                strategy=Strategy(**strategy),
+                strategy=Strategy.from_json(json.dumps(values["strategy"])),
                 estimate=Estimate(**values["estimate"]),
                 hardware=Hardware.from_json(json.dumps(values["hardware"]), name=name),
                 request=str(values["request"]),

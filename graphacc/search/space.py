@@ -8,11 +8,12 @@ the whole batch for some losses only, nor, as it needs them, `pp`.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from graphacc.errors import StrategyError
 from graphacc.strategy.spec import CONTEXTS, Strategy, parse_fields
 
-MESH = ("dp", "fsdp", "tp", "cp", "ep")
+MESH: tuple[str, ...] = ("dp", "fsdp", "tp", "cp", "ep")
 """The axes whose sizes are chosen."""
 CHOSEN = (*MESH, "zero", "sequence_parallel", "context")
 """The fields that the search fills in where they are not pinned."""
@@ -23,7 +24,7 @@ class Request:
     """What is searched: pins are fields of `Strategy` with the values that they must have."""
 
     devices: int
-    pins: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.devices < 1:
@@ -32,7 +33,7 @@ class Request:
         if fixed.get("pp", 1) != 1:
             raise StrategyError(
                 f"auto with pp={fixed['pp']}: pipelines are not searched yet, as microbatches are part of what the user decides; "
-                f"write the strategy whole, such as 'pp={fixed['pp']},fsdp={max(1, self.devices // int(str(fixed['pp'])))},microbatches=8'"
+                f"write the strategy whole, such as 'pp={fixed['pp']},fsdp={max(1, self.devices // fixed['pp'])},microbatches=8'"
             )
         for axis in MESH:
             size = self.pins.get(axis, 1)
@@ -105,7 +106,7 @@ def first_strategy(request: Request) -> Strategy:
     """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`."""
     left = request.devices
     for axis in MESH:
-        left //= int(str(request.pins.get(axis, 1)))
+        left //= request.pins.get(axis, 1)
     axis = "fsdp" if "fsdp" not in request.pins else "dp"
     fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == "dp" and request.pins["fsdp"] == 1)}
     try:
@@ -141,7 +142,7 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
     return None
 
 
-def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, object]]:
+def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, Any]]:
     """The fields that say how the axes of a mesh are used."""
     free = {
         "zero": (None, 1) if mesh["fsdp"] > 1 and request.pins.get("microbatches", 1) == 1 else (None, 2, 1) if mesh["fsdp"] > 1 else (None,),
