@@ -45,7 +45,7 @@ class Choice:
             accumulates=update is None,
         )
         try:
-            self.plan = search.run(self.request)
+            self.plan = search.run(self.request, with_pin_costs=False)
         except StrategyError as error:
             return f"{_REFUSED}{error}"
         return self.plan.to_json()

@@ -39,7 +39,8 @@ TIE = 0.01
 MARGIN = 0.08
 """Of temporaries, over what is predicted."""
 _SHOWN = 5
-_PROFILED = ("tp", "sequence_parallel", "cp", "context", "ep")
+_MODEL_PARALLEL = ("tp", "sequence_parallel", "cp", "context", "ep")
+_PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor")  # fields that decide a profile, besides the local batch
 
 
 class Search:
@@ -126,8 +127,11 @@ class Search:
 
     # ---- the search
 
-    def run(self, request: Request) -> Plan:
+    def run(self, request: Request, *, with_pin_costs: bool = True) -> Plan:
         """The fastest strategy that fits.
+
+        Args:
+            with_pin_costs: say what each pin costs, for which the strategies without it are estimated too.
 
         Raises:
             StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
@@ -149,7 +153,7 @@ class Search:
             num_evaluated=len(ranked),
             num_over_memory=sum(not self.fits(found) for _, found in ranked),
             refusals=dict(refusals.counts),
-            pin_costs=self._pin_costs(request, ranked),
+            pin_costs=self._pin_costs(request, ranked) if with_pin_costs else {},
             tokens=_tokens(self.joint, self.batch_dims),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
@@ -258,7 +262,8 @@ class Search:
             relaxed = dataclasses.replace(request, pins={key: value for key, value in request.pins.items() if key not in CHOSEN or (key in conflict and key != name)})
             if self._best_that_fits(self._ranked(relaxed, Refusals())) is None:
                 conflict.remove(name)
-        least, smallest = min(((self.needed(estimate), strategy) for strategy, estimate in ranked), key=lambda item: (item[0], str(item[1])))
+        exact = ((strategy, self._exact.get(strategy, estimate)) for strategy, estimate in ranked)
+        least, smallest = min(((self.needed(found), strategy) for strategy, found in exact if isinstance(found, Estimate)), key=lambda item: (item[0], str(item[1])))
         pins = " with " + " and ".join(f"{name}={request.pins[name]}" for name in conflict) if conflict else ""
         lines = [
             f"no strategy of {request.devices} devices{pins} fits into {size_text(self.memory_bytes)} per device. It would fit with",
@@ -282,9 +287,6 @@ class Search:
             **{name: getattr(strategy, name) for name in _PROFILED},
             dp=strategy.dp * strategy.fsdp,
             bucket_mb=0,
-            precision=strategy.precision,
-            reduce_dtype=strategy.reduce_dtype,
-            capacity_factor=strategy.capacity_factor,
         )
         local = self._local(self._reduced.step, plain)
         cost = cost_of(local, self.hardware, self._reduced.count)
@@ -369,7 +371,7 @@ def _input_bytes(item) -> int:
 
 def _kind(strategy: Strategy) -> tuple:
     """Strategies of one kind differ by how they share the state alone."""
-    return tuple(getattr(strategy, name) for name in _PROFILED), strategy.fsdp > 1, strategy.zero_stage
+    return tuple(getattr(strategy, name) for name in _MODEL_PARALLEL), strategy.fsdp > 1, strategy.zero_stage
 
 
 def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None]) -> int | None:
