@@ -62,18 +62,19 @@ class Choice:
         programs = engine.programs
         graph = joint()
         step = None if update is None else update()
-        self._is_open = False
         if not isinstance(graph, StepGraph):
             self.why_not = "the model was captured by lazy tensors, which give no operators to estimate"
         elif any(compiled.kind != "forward" for compiled in programs.compiled):
             self.why_not = "parts of the loop ran as programs of their own before"
         if self.why_not:
+            self._is_open = False
             log.warning("graphacc: no strategy was searched, %s runs: %s", programs.strategy, self.why_not)
             return
         assert isinstance(graph, StepGraph)
         found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
         if found.startswith(_REFUSED):
             raise StrategyError(found.removeprefix(_REFUSED))
+        self._is_open = False
         self.plan = self.plan or Plan.from_json(found)
         log.warning("graphacc: %s", self.plan.line)
         if self.plan.strategy != programs.strategy:
