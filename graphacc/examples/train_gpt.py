@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m graphacc.examples.train_gpt", description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=None, help="number of devices (default: 8 virtual ones on CPU, all on others)")
-    parser.add_argument("--strategy", default=None, metavar="TEXT", help="such as fsdp=8 or dp=2,fsdp=4,zero=2 (default: fsdp over all devices)")
+    parser.add_argument("--strategy", default=None, metavar="TEXT", help="such as fsdp=8, dp=2,fsdp=4,zero=2, auto or auto,tp=2 (default: fsdp over all devices)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default=None)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all devices")
@@ -83,7 +83,8 @@ def train(args: argparse.Namespace) -> None:
         progress.losses = extra["losses"]
         scheduler.load_state_dict(extra["scheduler"])
     if first:
-        print(f"strategy: {model.strategy} on {model.strategy.num_devices} devices, {count_parameters(model):,} parameters", flush=True)
+        chosen = f"{args.strategy}, searched at the first step," if (args.strategy or "").startswith("auto") else model.strategy
+        print(f"strategy: {chosen} on {model.strategy.num_devices} devices, {count_parameters(model):,} parameters", flush=True)
     start = len(progress.losses)
     bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if first else True)
     for step, batch in zip(range(start, args.steps), batches(args, start)):
@@ -112,7 +113,7 @@ def default_devices(args: argparse.Namespace) -> int | None:
 
     if args.devices is not None:
         return args.devices
-    if args.strategy is not None:
+    if args.strategy is not None and not args.strategy.startswith("auto"):
         return graphacc.Strategy.parse(args.strategy).num_devices
     return 8 if default_platform() == "cpu" else None
 
