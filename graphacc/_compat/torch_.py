@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import weakref
 
 import torch
 
@@ -64,9 +65,37 @@ def fake_mode():
 
     There is one for the process, since fake tensors of two modes must not meet, and graphs are stitched together.
     """
+    return new_fake_mode(allow_non_fake_inputs=True)
+
+
+def new_fake_mode(*, allow_non_fake_inputs: bool = False):
+    """A fake tensor mode of its own, safe against a garbage collection at any moment.
+
+    PyTorch's converter finds the fakes that it made before by weak references and does not claim what it found (``_fix_weakref``). Up to
+    torch 2.12 the Python object is then emptied if its last owner goes at that moment, and its next use ends the process.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.storage_memo, converter.tensor_memo = _Claiming(), _Claiming()
+    return mode
+
+
+class _Claiming(weakref.WeakValueDictionary):
+    """Tensors or storages by weak references: what is found stays whole as long as it is held."""
+
+    def get(self, key, default=None):
+        found = super().get(key)
+        if found is None:
+            return default
+        found._fix_weakref()
+        return found
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        found._fix_weakref()
+        return found
 
 
 def trace_functional(function, args, table):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-from graphacc._compat.torch_ import compiling, decided_branches
+from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode
 from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
@@ -30,7 +30,7 @@ class Fakes:
     def __init__(self, model: nn.Module, handles: dict[str, Handle]):
         self.model = model
         self.handles = handles
-        self._mode = FakeTensorMode()
+        self._mode = new_fake_mode()
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self.checkpointed: str | None = None  # the user's line that calls torch.utils.checkpoint
