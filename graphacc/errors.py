@@ -3,6 +3,8 @@
 Every message says what happened, where, the values, the rule and the remedy. Our own invariants use ``assert``.
 """
 
+from collections.abc import Collection
+
 
 class GraphAccError(Exception):
     """Base of every error that GraphAcc raises on purpose."""
@@ -10,6 +12,17 @@ class GraphAccError(Exception):
 
 class CaptureError(GraphAccError):
     """The model or the optimizer cannot be captured; the message names the user's source line."""
+
+
+class ParameterWritten(CaptureError):
+    """The forward writes into parameters, which no captured step does, however it is captured."""
+
+    def __init__(self, names: Collection[str], line: str = ""):
+        super().__init__(
+            f"the forward writes into parameter(s) {', '.join(names)}: in a captured step only the optimizer changes parameters; keep what "
+            "the forward updates in a buffer (register_buffer), or update it in the loop, after optimizer.step()" + (f"\n  at {line}" if line else "")
+        )
+        self.names = frozenset(names)
 
 
 class GraphError(GraphAccError):

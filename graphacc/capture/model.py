@@ -26,7 +26,7 @@ from graphacc.capture.functions import WrittenOut
 from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes, written_once
 from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import KEY, Results, Slot
-from graphacc.errors import CaptureError
+from graphacc.errors import CaptureError, ParameterWritten
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
 
@@ -148,7 +148,7 @@ def _capture(
                 return fn(model, leaves)
 
         results = program(dict(zip((item.name for item in parameters), trained)), forward, given)
-        results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, tensors)]
+        results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
         return results + [(Kind.BUFFER, item.name, _current(model, item.name).detach()) for item in buffers]
 
     with borrowed(model), dense_gradients(model), contextlib.ExitStack() as stack:
@@ -273,11 +273,7 @@ def _current(model: nn.Module, name: str) -> Tensor:
 def _check_unchanged(step: StepGraph | HloStep) -> None:
     written = [out.target for out in step.outputs if out.kind is Kind.PARAM]
     if written:
-        raise CaptureError(
-            f"the forward writes into parameter(s) {', '.join(written)}: in a captured step only the optimizer changes "
-            f"parameters; keep what "
-            "the forward updates in a buffer (register_buffer)"
-        )
+        raise ParameterWritten(written)
 
 
 def _with_trainable(step: StepGraph | HloStep) -> StepGraph | HloStep:

@@ -23,7 +23,7 @@ from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.source import calling_line
-from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError
+from graphacc.errors import CaptureError, GraphAccError, LoopError, LoweringError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import build, collector, regions
 from graphacc.loop.choice import Choice
@@ -162,6 +162,7 @@ class Engine:
         self.islands = Islands(self)
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
+        self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
 
     # ---- calls of the model
 
@@ -236,6 +237,7 @@ class Engine:
     def _outside_of_code(self) -> Iterator[None]:
         """As between calls of the model, although its code is running; it finds buffers as they are then."""
         before, self._capturing = self._capturing, None
+        self._expect_writes()
         try:
             yield
             for handle in self.handles.values():
@@ -342,10 +344,14 @@ class Engine:
         known = self._structure.is_current()  # what the loop has replaced before is adopted at the next call, not amid a recording's end
         with self.direct_calls(), torch._C.DisableTorchFunctionSubclass():
             yield
-        for handle in self.handles.values():
-            handle.exposed = handle.exposed or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
+        self._expect_writes()
         if known and not self._structure.is_current() and not self._swapped():
             self._adopt_tensors()
+
+    def _expect_writes(self) -> None:
+        """The model's own code has run by PyTorch: batch_norm writes without counting versions, and so does code on ``parameter.data``."""
+        for handle in self.handles.values():
+            handle.exposed = handle.exposed or handle.kind is Kind.BUFFER or handle.name in self.written_by_forward
 
     def settle_buffers(self, ahead: Tape | None = None) -> None:
         """What was recorded has its effect on the buffers now.
@@ -442,7 +448,7 @@ class Engine:
             buffers: values that buffers have meanwhile, by name.
         """
         externals = {i: given.get(i, self._whole_external(tape, i)) for i in range(len(tape.externals))}
-        self._check_parameters_unchanged(tape)
+        self.check_parameters_unchanged(tape)
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
         with self._buffers_kept(tape.has_run, buffers), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -469,10 +475,25 @@ class Engine:
         for name, value in before.items():
             self.handles[name].overwrite(value)
 
-    def _check_parameters_unchanged(self, tape: Tape) -> None:
+    def check_parameters_unchanged(self, tape: Tape) -> None:
+        """Before a recording's calls run again.
+
+        Raises:
+            LoopError: a parameter of the model that is called, or of the submodule, was written since they were recorded.
+        """
         for name, handle in self.handles.items():
-            if handle.kind is Kind.PARAM and handle.version != tape.parameter_versions.get(name, handle.version):
+            if handle.kind is Kind.PARAM and self._written_since(handle, tape):
                 raise written_too_early(name)
+
+    def _written_since(self, handle: Handle, tape: Tape) -> bool:
+        """Whether a parameter or buffer that the recorded calls can read was written since they were recorded."""
+        if handle.version == tape.parameter_versions.get(handle.name, handle.version):
+            return False
+        paths = {call.function.path for call in tape.forward_calls if isinstance(call.function, ModelCall)}
+        if not paths or "" in paths:
+            return True
+        called = [self.model.get_submodule(path) for path in paths]
+        return any(tensor is handle.tensor for module in called for tensor in (*module.parameters(), *module.buffers()))
 
     def is_model(self, function: Callable) -> bool:
         return isinstance(function, ModelCall)
@@ -645,6 +666,9 @@ class Engine:
         """
         try:
             return self._infer_model(function, inputs, args, kwargs, recorder)
+        except ParameterWritten as error:
+            self.written_by_forward |= error.names
+            raise
         except CaptureError as error:
             if recorder is not None and recorder.reads:
                 raise NotRecorded(str(error)) from error
@@ -1181,7 +1205,7 @@ class Engine:
             handle = self.handles.get(item.target)
             if handle is not None and (handle.host_is_newer or not self.programs.holds_for(item)):
                 handle.refresh()  # as the devices have it in another form
-                if compiled.kind != "update" and handle.version != tape.parameter_versions.get(handle.name, handle.version):
+                if compiled.kind != "update" and self._written_since(handle, tape):
                     raise written_too_early(handle.name)
                 self.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode
 from graphacc.capture.borrow import substitute
@@ -14,6 +16,7 @@ from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
 from graphacc.capture.source import calling_line
+from graphacc.errors import ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop.decisions import Recorder
 from graphacc.loop.managed import Handle, handle_of
@@ -62,12 +65,19 @@ class Fakes:
 
         Raises:
             CaptureError: its code asks for a tensor's values; names the line.
+            ParameterWritten: its code writes into parameters.
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
         branches, answers = decided_branches(packed_sequences=packed, checkpointed=self._note_checkpoint), recorder or contextlib.nullcontext()
-        with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers:
-            return self.model.get_submodule(path)(*args, **kwargs)
+        writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
+        try:
+            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes:
+                return self.model.get_submodule(path)(*args, **kwargs)
+        except ParameterWritten as error:
+            for name in error.names:
+                self._managed.pop(name, None)  # it may have another's memory now
+            raise
 
     @contextlib.contextmanager
     def _note_checkpoint(self) -> Iterator[None]:
@@ -112,6 +122,40 @@ class Fakes:
                 fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
                 self._managed[handle.name] = fake
             return fake
+
+
+class _Writes(TorchDispatchMode):
+    """Raises `ParameterWritten` at its end if the memory of a parameter was written inside, or replaced (``parameter.data = ...``)."""
+
+    def __init__(self, parameters: dict[str, Tensor]):
+        super().__init__()
+        self._parameters = [(name, fake, _memory(fake)) for name, fake in parameters.items()]
+        self._names = {memory: name for name, _, memory in self._parameters}
+        self._written: dict[str, str] = {}  # name -> the user's line
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._note(args[i] if i < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _note(self, written: object) -> None:
+        for leaf in pytree.tree_leaves(written):
+            if isinstance(leaf, Tensor) and (name := self._names.get(_memory(leaf))) is not None:
+                self._written.setdefault(name, calling_line() or "")
+
+    def __exit__(self, failure, *rest):
+        super().__exit__(failure, *rest)
+        replaced = {name: "" for name, fake, memory in self._parameters if _memory(fake) != memory}
+        if failure is None and (written := self._written | replaced):
+            raise ParameterWritten(written, next(filter(None, written.values()), ""))
+
+
+def _memory(fake: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return fake.untyped_storage()._cdata
 
 
 def _name(model: nn.Module, path: str) -> str:

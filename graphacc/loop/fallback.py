@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from graphacc.capture import FX, Backend
 from graphacc.capture.lazy import LAZY, ValueNeeded, installed
-from graphacc.errors import CaptureError, GraphAccError, LoweringError, StrategyError
+from graphacc.errors import CaptureError, GraphAccError, LoweringError, ParameterWritten, StrategyError
 from graphacc.passes.hlo.shardings import check_axes
 from graphacc.strategy import Strategy
 
@@ -43,6 +43,8 @@ class Fallback:
         """
         try:
             return capture()
+        except ParameterWritten:
+            raise
         except (CaptureError, LoweringError) as error:
             if self.backend is LAZY:
                 _note_values(error, error)

@@ -146,7 +146,7 @@ class Region:
                 "backward() reaches a model call whose parameters an optimizer's step has changed since (PyTorch raises an error there, too): "
                 "call the model again after the step, or backward() before it"
             )
-        self.engine._check_parameters_unchanged(self.tape)
+        self.engine.check_parameters_unchanged(self.tape)
 
     def _buffers_before(self) -> dict[str, Tensor]:
         """Copies of the buffers that forward changes and backward reads (BatchNorm's backward does not read its statistics)."""
