@@ -102,7 +102,7 @@ class ModelCall:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = engine.written.get(self, Written())
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
-            with engine.direct_calls(), engine.guards.as_held(written.held), given:
+            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given:
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors)
         finally:

@@ -6,22 +6,28 @@ keep changing, and tensors that modules hold besides their parameters and buffer
 itself writes to its modules is written after every call; other side effects cannot be part of a program.
 """
 
+import argparse
 import builtins
 import collections
 import contextlib
 import dataclasses
 import enum
 import functools
+import hashlib
 import itertools
 import operator
+import random
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import patched
 from graphacc.capture.diagnose import Passing
@@ -29,20 +35,37 @@ from graphacc.capture.source import is_user_file
 from graphacc.errors import CaptureError, LoopError
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
-_CONTAINERS = (list, dict, set, tuple, frozenset)
+_CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_MUTABLE = (*_CONTAINERS, *_NAMESPACES, functools.partial, numpy.ndarray, Tensor)  # what can change while it stays the same object
+_REFILLED = (list, dict, set, collections.deque, *_NAMESPACES, numpy.ndarray)  # those of them that can be put back
+_CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
+_CACHED = functools._lru_cache_wrapper
 MISSING = object()
-_DEPTH = 3  # of containers in containers, and of functions that call functions
+_DEPTH = 16  # of functions that call functions
+_INSIDE = 3  # of what containers and objects lead to
+_NESTED = 8  # of containers in containers
+_SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
+_SPECIAL |= {f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "matmul", "truediv", "pow")}
 
 
-def snapshot(value: object, depth: int = _DEPTH) -> Hashable:
+def snapshot(value: object, depth: int = _NESTED) -> Hashable:
     """A hashable value that is equal where a capture would read the same."""
     if isinstance(value, Tensor):
         return "tensor", id(value), 0 if value.is_inference() else value._version
     if isinstance(value, slice):
         return "slice", value.start, value.stop, value.step
+    if isinstance(value, (float, numpy.generic)):
+        return float if isinstance(value, float) else type(value), repr(value.item() if isinstance(value, numpy.generic) else value)  # NaN equals itself, 0.0 is not -0.0
     if isinstance(value, _PLAIN):
-        return type(value), repr(value) if isinstance(value, float) else value  # repr: NaN equals itself, 0.0 is not -0.0
+        return type(value), value
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return "array", value.dtype.str, value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).data, digest_size=16).digest()
+    if isinstance(value, _NAMESPACES):
+        value = vars(value)
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
     if isinstance(value, _CONTAINERS) and depth:
         items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
         return type(value), len(value), tuple((snapshot(key, depth - 1), snapshot(item, depth - 1)) for key, item in items)
@@ -97,7 +120,7 @@ class _Place:
 
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
-        self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, (*_CONTAINERS, Tensor))]
+        self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, _MUTABLE)]
         self._held = None
 
     @property
@@ -111,7 +134,7 @@ class _Place:
         """Give a name another value, or none (`MISSING`)."""
         table = typing.cast("dict[str, object]", self.table)
         if isinstance(self.table, types.MappingProxyType):
-            setattr(self.owner, name, value)
+            setattr(self.owner, name, value) if value is not MISSING else delattr(self.owner, name)
         elif value is MISSING:
             table.pop(name, None)
         else:
@@ -138,7 +161,7 @@ class _Held:
     place: _Place
     snapshots: dict[str, Hashable]
     values: tuple
-    contents: tuple  # (container, copy) of the lists, dicts and sets among the values, and in them
+    contents: tuple  # (container, copy) of what can be put back among the values, and in them
 
     def differences(self) -> list[tuple[_Place, str, object, object]]:
         """(place, name, value then, value now) of what is not as it was.
@@ -149,7 +172,7 @@ class _Held:
         found = []
         for (name, before), value in zip(self.snapshots.items(), self.values):
             present = self.place.table.get(name, MISSING)
-            if present is value and not isinstance(value, (*_CONTAINERS, Tensor)):
+            if present is value and not isinstance(value, _MUTABLE):
                 continue
             if before not in (snapshot(value), self.place.snapshot(name, value)):
                 raise LoopError(
@@ -187,6 +210,55 @@ class _Cells(dict):
         self._cells[name].cell_contents = value
 
 
+class _Slots(dict):
+    """The attributes of an object that has slots, as a dict."""
+
+    def __init__(self, owner: object):
+        super().__init__()
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return object.__getattribute__(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(typing.cast("str", name), MISSING) is not MISSING
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: object) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def pop(self, name: str, default: object = None) -> object:
+        found = self.get(name, default)
+        with contextlib.suppress(AttributeError):
+            object.__delattr__(self._owner, name)
+        return found
+
+
+class _Defaults(dict):
+    """The defaults of a function's arguments, as a dict."""
+
+    def __init__(self, function: types.FunctionType):
+        super().__init__()
+        self._function = function
+
+    def get(self, name: str, default: object = None) -> object:
+        return getattr(self._function, name, default)
+
+    def __getitem__(self, name: str) -> object:
+        return getattr(self._function, name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self._function, name, value)
+
+
 class Guards:
     """What captures of one model have read.
 
@@ -211,7 +283,9 @@ class Guards:
         everywhere = self._place(None, vars(torch.nn.modules.module), "torch.nn.modules.module")
         for name in [name for name in vars(torch.nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]:
             everywhere.note(name, vars(torch.nn.modules.module)[name])
-        self._noted: list[tuple[_Place, str, object, object]] = []  # (place, name, value, copy of a container), in this run
+        self._noted: list[tuple[_Place | str, str, object, tuple]] = []  # (place, name, value, its containers and their copies), in this run
+        self._caches: dict[int, tuple[Any, int]] = {}  # functions that keep their results, and how often they had none
+        self._settling: list[tuple[_Place, str, object]] = []  # (place, name, value) before these captures
 
     # ---- checking
 
@@ -323,6 +397,7 @@ class Guards:
         with contextlib.ExitStack() as stack:
             self._watch_class(stack, nn.Module, paths)
             stack.enter_context(self._observers_noted())
+            stack.enter_context(self.caches_kept())
             settled = self._settled
             try:
                 yield
@@ -332,7 +407,11 @@ class Guards:
             self._rounds += 1
             if self._rounds < 4:
                 raise NewInput("the forward changed an object")
-            changed = ["an object, in every call"]
+            changed = list(dict.fromkeys(f"{place.label}.{name}, in every call" for place, name, _ in self._settling))
+        if changed:
+            for place, name, value in reversed(self._settling):
+                place.put(name, value)
+        self._settling.clear()
         self._rounds = 0
         if changed:
             raise CaptureError(
@@ -340,17 +419,31 @@ class Guards:
                 "return what is to be kept, or register it as a buffer"
             )
 
+    @contextlib.contextmanager
+    def caches_kept(self) -> Iterator[None]:
+        """Functions under ``functools.lru_cache`` do not keep fake tensors that they make inside."""
+        try:
+            yield
+        finally:
+            for key, (function, misses) in self._caches.items():
+                if function.cache_info().misses != misses:
+                    function.cache_clear()
+                    self._caches[key] = function, 0
+
     def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str]) -> None:
         original = cls.__getattribute__
         watched: set[type] = {cls}
 
         def look(owner: object, name: str) -> object:
             value = original(owner, name)
+            label = paths.get(id(owner))
+            if label is None and issubclass(type(owner), nn.Module):
+                return value  # a module of another model
+            if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
+                for inside in [key for key in value if key not in _TABLES and not key.startswith("_")]:
+                    self._note_attribute(owner, inside, value[inside], label or type(owner).__name__, watch)
             if name in _TABLES or (name.startswith("__") and name.endswith("__")):
                 return value
-            label = paths.get(id(owner))
-            if label is None and isinstance(owner, nn.Module):
-                return value  # a module of another model
             return self._note_attribute(owner, name, value, label or type(owner).__name__, watch)
 
         def watch(owner: object) -> None:
@@ -358,6 +451,9 @@ class Guards:
             if found not in watched and not isinstance(owner, (nn.Module, Tensor)) and is_user_class(found):
                 watched.add(found)
                 self._watch_class(stack, found, paths)
+                for base in filter(is_user_class, found.__mro__):  # code that Python calls without reading an attribute
+                    for special in _SPECIAL & vars(base).keys():
+                        self._follow(vars(base)[special], _DEPTH, watch)
 
         self._watch = watch
         stack.enter_context(patched(cls, __getattribute__=look))
@@ -368,10 +464,21 @@ class Guards:
             self._place(owner, table, label).note(name, MISSING)  # an attribute of the object would hide that of its class
         if isinstance(value, types.MethodType):
             self._note_function(value.__func__, _DEPTH, watch)
+            self._note_class(type(owner), _names_of(getattr(value.__func__, "__code__", None)))
             return value
         if table is None or name not in table:
             cls = next((base for base in type(owner).__mro__ if name in vars(base)), None)
-            if cls is not None and isinstance(value, (*_PLAIN, *_CONTAINERS)) and vars(cls)[name] is value and is_user_class(cls):
+            if cls is None or not is_user_class(cls):
+                return value
+            found = vars(cls)[name]
+            if isinstance(found, types.MemberDescriptorType):
+                self._note(owner, _Slots(owner), label, name, value)
+                self._follow(value, _DEPTH, watch)
+            elif isinstance(found, property):
+                self._follow(found.fget, _DEPTH, watch)
+            elif hasattr(type(found), "__get__") and is_user_class(type(found)):
+                watch(found)
+            elif found is value and isinstance(value, (*_PLAIN, *_MUTABLE, *_CONSUMED)):
                 self._note(cls, vars(cls), cls.__name__, name, value)
             return value
         if isinstance(owner, nn.Module) and isinstance(value, Tensor):
@@ -390,9 +497,10 @@ class Guards:
         return value
 
     def _note(self, owner: object, table: Mapping[str, object], label: str, name: str, value: object) -> None:
+        _check_not_consumed(value, f"{label}.{name}")
         place = self._place(owner, table, label)
         place.note(name, value)
-        self._noted.append((place, name, value, type(value)(value) if type(value) in (list, dict, set) else None))
+        self._noted.append((place, name, value, tuple(_contents([value]))))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
         key = id(owner)
@@ -404,42 +512,71 @@ class Guards:
         """Look into what a value leads to: the code of functions, the elements of containers, other objects."""
         if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
             return
+        if isinstance(value, weakref.ref):
+            value = value()
         if isinstance(value, functools.partial):
+            self._follow((*value.args, *value.keywords.values()), depth, watch)
             value = value.func
         if isinstance(value, types.MethodType):
             self._follow(value.__self__, depth - 1, watch)
             value = value.__func__
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, (types.FunctionType, _CACHED)):
             self._note_function(value, depth, watch)
-        elif isinstance(value, _CONTAINERS):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._follow(item, depth - 1, watch)
+        elif isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
+            inside = vars(value) if isinstance(value, _NAMESPACES) else value
+            for item in inside.values() if isinstance(inside, dict) else inside:
+                self._follow(item, min(depth - 1, _INSIDE), watch)
         elif not isinstance(value, types.ModuleType):
             watch(value)
 
     def _note_function(self, function: types.FunctionType, depth: int, watch: Callable) -> None:
-        """Guard the global and closed-over values that a function of the user uses."""
+        """Guard the global and closed-over values that a function of the user uses, and its defaults."""
+        if isinstance(function, _CACHED):
+            self._caches.setdefault(id(function), (function, function.cache_info().misses))
         function = getattr(function, "__wrapped__", function)
         code = getattr(function, "__code__", None)
         if code is None or not _is_own_file(code.co_filename):
             return
+        for name in ("__defaults__", "__kwdefaults__"):
+            if any(isinstance(value, _MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, _REFILLED))):
+                self._note(function, _Defaults(function), code.co_name, name, getattr(function, name))
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
                 self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch)
+        names = _names_of(code)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                self._note_class(cell.cell_contents, names)
+        for name in names & function.__globals__.keys():
+            self._note_class(function.__globals__[name], names)
         if code in self._functions:
             return
         self._functions.add(code)
-        names = _names_of(code)
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            if isinstance(value, types.ModuleType):
-                self._note_module(value, names, depth, watch)
-            else:
-                self._note_variable(function.__globals__, function.__globals__, function.__module__, name, value, depth, watch)
+        try:
+            for name in names & function.__globals__.keys():
+                value = function.__globals__[name]
+                if isinstance(value, types.ModuleType):
+                    self._note_module(value, names, depth, watch)
+                else:
+                    self._note_variable(function.__globals__, function.__globals__, function.__module__, name, value, depth, watch)
+        except CaptureError:
+            self._functions.discard(code)  # it is refused again in the next capture
+            raise
+
+    def _note_class(self, cls: object, names: set[str]) -> None:
+        """Guard the attributes of a class of the user that code may read from the class itself."""
+        for base in cls.__mro__ if isinstance(cls, type) else ():
+            if is_user_class(base):
+                for name in names & vars(base).keys():
+                    if isinstance(vars(base)[name], (*_PLAIN, *_MUTABLE, *_CONSUMED)):
+                        self._note(base, vars(base), base.__name__, name, vars(base)[name])
+                        if name not in vars(cls):  # the class itself may get one
+                            self._note(cls, vars(cls), cls.__name__, name, MISSING)
 
     def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable) -> None:
-        if isinstance(value, (*_PLAIN, *_CONTAINERS)) and not isinstance(value, type):
+        if isinstance(value, (*_PLAIN, *_MUTABLE, *_CONSUMED)) and not isinstance(value, (type, Tensor)):
             self._note(owner, table, str(label), name, value)
+            self._follow(value, depth - 1, watch)
         elif callable(value) or not isinstance(value, Tensor):
             if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
                 self._note(owner, table, str(label), name, value)
@@ -477,7 +614,7 @@ class Guards:
         def run(*args, **kwargs):
             result = hook(*args, **kwargs)
             if result is None:
-                self._noted.append((f"the hook {code.co_name} in {code.co_filename}, line {code.co_firstlineno},", "", None, None))
+                self._noted.append((f"the hook {code.co_name} in {code.co_filename}, line {code.co_firstlineno},", "", None, ()))
             return result
 
         return run
@@ -492,7 +629,7 @@ class Guards:
         A plain attribute of an object, such as a config's, keeps its new value: the next capture, which follows, starts from it. All else is restored.
         """
         changed = []
-        for place, name, value, copy in reversed(self._noted):  # the oldest copy is the one from before
+        for place, name, value, contents in reversed(self._noted):  # the oldest copies are those from before
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
                 continue
@@ -500,16 +637,18 @@ class Guards:
                 place.changes()  # such as a config that notes what it found out: its present values count
                 continue
             now = place.table.get(name, MISSING)
-            if copy is not None and snapshot(copy) != snapshot(_copy(value)):
-                _refill(value, copy)
+            written = [(container, copy) for container, copy in contents if snapshot(copy) != snapshot(_copy(container))]
+            for container, copy in written:
+                _refill(container, copy)
+            if written:
                 changed.append(f"{place.label}.{name}")
             elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
                 if isinstance(now, _PLAIN) and place.table is getattr_plain(place.owner):
                     self._settled += 1
+                    self._settling.append((place, name, value))
                     place.changes()
                     continue
-                with contextlib.suppress(TypeError):
-                    place.table[name] = value
+                place.put(name, value)
                 changed.append(f"{place.label}.{name}")
         self._noted = []
         return list(dict.fromkeys(changed))
@@ -588,8 +727,10 @@ def getattr_plain(owner: object) -> dict | None:
         return None
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def _names_of(code: types.CodeType | None) -> set[str]:
     """The global names and attributes in a function's code, and in that of functions inside it."""
+    if code is None:
+        return set()
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -617,33 +758,55 @@ def is_user_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or (filename is not None and is_user_file(filename))
 
 
-def _contents(values: Iterable, depth: int = _DEPTH) -> Iterator[tuple[list | dict | set, list | dict | set]]:
-    """(container, copy) of the lists, dicts and sets among values, and in them."""
+def _check_not_consumed(value: object, label: str) -> None:
+    """Refuse to read what gives something else every time, before the code that runs on fake tensors does."""
+    if isinstance(value, _CONSUMED):
+        raise CaptureError(
+            f"the forward reads {label}, a {type(value).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
+            "first: draw with torch's default generator, or outside of the model and pass the result in"
+        )
+
+
+def _contents(values: Iterable, depth: int = _NESTED) -> Iterator[tuple[Any, Any]]:
+    """(container, copy) of what can be put back among values, and in them."""
     for value in values:
-        if isinstance(value, (list, dict, set)):
+        if isinstance(value, _REFILLED):
             yield value, _copy(value)
-        if isinstance(value, _CONTAINERS) and depth > 1:
-            yield from _contents(value.values() if isinstance(value, dict) else value, depth - 1)
+        if isinstance(value, (*_CONTAINERS, *_NAMESPACES, functools.partial)) and depth > 1:
+            inside = value.keywords if isinstance(value, functools.partial) else vars(value) if isinstance(value, _NAMESPACES) else value
+            yield from _contents(inside.values() if isinstance(inside, dict) else inside, depth - 1)
 
 
-def _copy(container: list | dict | set) -> list | dict | set:
-    return list(container) if isinstance(container, list) else dict(container) if isinstance(container, dict) else set(container)
+def _copy(container: Any) -> Any:
+    """What a container holds, without its own class."""
+    if isinstance(container, numpy.ndarray):
+        return container.copy()
+    if isinstance(container, _NAMESPACES):
+        return dict(vars(container))
+    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
 
 
-def _refill(container: list | dict | set, content: list | dict | set) -> None:
+def _refill(container: Any, content: Any) -> None:
     """Give a container what it held; nothing is written into one that still holds it, which may forbid that (a config that is frozen)."""
     if _holds(container, content):
         return
-    kind: Any = next(kind for kind in (list, collections.OrderedDict, dict, set) if isinstance(container, kind))
+    if isinstance(container, numpy.ndarray):
+        container[...] = content
+        return
+    if isinstance(container, _NAMESPACES):
+        container = vars(container)
+    kind: Any = next(kind for kind in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(container, kind))
     kind.clear(container)
-    (kind.extend if kind is list else kind.update)(container, content)
+    (kind.extend if kind in (list, collections.deque) else kind.update)(container, content)
 
 
-def _holds(container: list | dict | set, content: list | dict | set) -> bool:
+def _holds(container: Any, content: Any) -> bool:
     """Whether a container holds the very objects of a copy, in its order."""
+    if isinstance(container, numpy.ndarray):
+        return snapshot(container) == snapshot(content)
     if isinstance(container, set):
         return container == content
-    now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (container, content))
+    now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (_copy(container), content))
     return len(now) == len(before) and all(key == other and x is y for (key, x), (other, y) in zip(now, before))
 
 
