@@ -265,6 +265,15 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
+def outside_of_transforms():
+    """A context outside of torch.func's transforms (vmap, grad), in which tensors are ordinary ones."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def described(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     """The results of an operator as tensors that have only shape and dtype."""
     from torch.utils import _pytree as pytree

@@ -823,8 +823,12 @@ class Engine:
         handle.grad = ZERO
 
     def _drop_pending(self) -> None:
-        """All gradients of the pending backward were cleared: what remains is its effect on buffers, and its values."""
+        """All gradients of the pending backward were cleared: what remains is its effect on buffers, and the values that the loop holds."""
         tape, self.pending = self.pending, None
+        derived = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}
+        if not derived.isdisjoint(tape.live()):
+            self._force(tape)
+            return
         if not tape.has_run:
             self._run_forward(tape, sorted({*tape.outputs, tape.loss}), keep_buffers=True)
         self._close(tape)
@@ -881,7 +885,7 @@ class Engine:
             except NOT_COMPILED as error:
                 self._refuse(tape, error)
                 return self._gradients_by_pytorch(tape, str(error))
-        read = {index for call in tape.gradient_calls for index in tape.reads(call)}  # also one that the loop has replaced since
+        read = {index for call in tape.gradient_calls for index in tape.reads(call)} | set(tape.live())  # also of what the loop has replaced since
         return {name: self.programs.fetch(Kind.GRAD, name) for name, index in tape.grad_values.items() if name in self.accumulated or index in read}
 
     def _gradients_by_pytorch(self, tape: Tape, why: str) -> dict[str, Tensor]:

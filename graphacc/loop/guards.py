@@ -500,7 +500,8 @@ class Guards:
         _check_not_consumed(value, f"{label}.{name}")
         place = self._place(owner, table, label)
         place.note(name, value)
-        self._noted.append((place, name, value, tuple(_contents([value]))))
+        hooks = isinstance(owner, nn.Module) and name.endswith("_hooks")  # a forward may install hooks: `num_hooks`
+        self._noted.append((place, name, value, () if hooks else tuple(_contents([value]))))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
         key = id(owner)

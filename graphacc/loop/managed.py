@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import storage_users, without_modes
+from graphacc._compat.torch_ import outside_of_transforms, storage_users, without_modes
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 
@@ -136,7 +136,7 @@ class Handle:
         with self.engine.lock:
             if not self.host_is_stale:
                 return
-            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            with outside_of_transforms(), torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
                 before = self.tensor._version
                 self.tensor.copy_(self.engine.fetch(self))
                 self._refreshes += self.tensor._version - before

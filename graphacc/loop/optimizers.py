@@ -185,6 +185,19 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> "list[Engine]":
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Torch calls this before the optimizer's own pre-hooks, which may still change gradients: `_run_step` follows the last of them."""
+    own = optimizer._optimizer_step_pre_hooks
+    own.pop(_LAST, None)
+    if own and _engines_of(optimizer):
+        own[_LAST] = _run_step
+        return None
+    return _run_step(optimizer, args, kwargs)
+
+
+_LAST = "graphacc"  # torch's own keys are numbers
+
+
+def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     engines = _engines_of(optimizer)
     if not engines:
         return None
