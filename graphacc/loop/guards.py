@@ -15,9 +15,11 @@ import enum
 import functools
 import hashlib
 import itertools
+import logging
 import operator
 import random
 import sys
+import threading
 import types
 import typing
 import weakref
@@ -31,8 +33,10 @@ from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import patched
 from graphacc.capture.diagnose import Passing
-from graphacc.capture.source import is_user_file
+from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError, LoopError
+
+log = logging.getLogger("graphacc")
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 _CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
@@ -398,6 +402,7 @@ class Guards:
             self._watch_class(stack, nn.Module, paths)
             stack.enter_context(self._observers_noted())
             stack.enter_context(self.caches_kept())
+            stack.enter_context(_prints_said())
             settled = self._settled
             try:
                 yield
@@ -440,8 +445,9 @@ class Guards:
             if label is None and issubclass(type(owner), nn.Module):
                 return value  # a module of another model
             if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
-                for inside in [key for key in value if key not in _TABLES and not key.startswith("_")]:
-                    self._note_attribute(owner, inside, value[inside], label or type(owner).__name__, watch)
+                for inside, held in list(value.items()):
+                    if inside not in _TABLES and not inside.startswith("_") and not isinstance(held, _CONSUMED):
+                        self._note_attribute(owner, inside, held, label or type(owner).__name__, watch)
             if name in _TABLES or (name.startswith("__") and name.endswith("__")):
                 return value
             return self._note_attribute(owner, name, value, label or type(owner).__name__, watch)
@@ -566,7 +572,9 @@ class Guards:
 
     def _note_class(self, cls: object, names: set[str]) -> None:
         """Guard the attributes of a class of the user that code may read from the class itself."""
-        for base in cls.__mro__ if isinstance(cls, type) else ():
+        if not isinstance(cls, type):
+            return
+        for base in cls.__mro__:
             if is_user_class(base):
                 for name in names & vars(base).keys():
                     if isinstance(vars(base)[name], (*_PLAIN, *_MUTABLE, *_CONSUMED)):
@@ -714,6 +722,24 @@ def plain_attributes_written(model: nn.Module, before: Mapping[str, dict]) -> di
         for name, value in vars(module).items()
         if name not in _TABLES and isinstance(value, _PLAIN) and value is not before[path].get(name, MISSING)
     }
+
+
+@contextlib.contextmanager
+def _prints_said() -> Iterator[None]:
+    """Says once per line that what the forward prints is printed when it is captured, and not in every step."""
+    original, thread = builtins.print, threading.get_ident()
+
+    def printing(*args, **kwargs):
+        original(*args, **kwargs)
+        if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename) and (line := calling_line()) not in _said:
+            _said.add(line)
+            log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
+
+    with patched(builtins, print=printing):
+        yield
+
+
+_said: set[str] = set()
 
 
 class NewInput(Passing):

@@ -194,7 +194,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
     return _run_step(optimizer, args, kwargs)
 
 
-_LAST = "graphacc"  # torch's own keys are numbers
+_LAST = -1  # torch counts its own keys up from 0
 
 
 def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
