@@ -11,6 +11,8 @@ Every node carries these entries in ``node.meta``:
 - ``phase``: the `Phase` that it belongs to;
 - ``module_path``: the dotted path of the submodule that it came from ("" where there is none);
 - ``stack_trace``: the user's source lines, as torch recorded them ("" where there are none).
+
+A call of the forward inside of ``torch.utils.checkpoint`` has a `Checkpointed` as ``meta[CHECKPOINT]``.
 """
 
 import dataclasses
@@ -45,6 +47,18 @@ class Kind(enum.Enum):
     LOSS = "loss"  # output only: the loss, 0-d
     USER = "user"  # output only: a tensor that the user's loop still holds; target is its index
     CROSS = "cross"  # a value that one program of a pipeline passes to another; target is the node that made it
+
+
+CHECKPOINT = "checkpoint"
+"""Entry of ``node.meta``: the `Checkpointed` of a call that the user's model checkpoints."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointed:
+    """What ``torch.utils.checkpoint`` says about a call of the forward."""
+
+    region: str  # the same for all calls of one checkpointed function
+    saved: bool = False  # the user's policy keeps its results for backward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from graphacc.passes.partition.regroup import REGROUP_SUMS
 from graphacc.passes.partition.ring import hindrances
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
 from graphacc.passes.partition.zero import zero_layouts
+from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
 from graphacc.strategy.spec import Strategy
@@ -66,6 +67,7 @@ def build_pipeline(
     passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, SUM_ONE_HOTS, ATTACH_ATTENTION, ATTACH_EXPERTS]
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
+    num_global = len(passes)
     if strategy.zero_stage == 3:
         passes.append(REGATHER)
     if strategy.tp > 1:
@@ -82,6 +84,8 @@ def build_pipeline(
         passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, along["dp"], reduce_narrow=strategy.reduces_narrow))
+    if needs_remat(step, strategy):
+        passes.insert(num_global, remat_pass(strategy, [item for item in passes if item.decide is not None]))
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))

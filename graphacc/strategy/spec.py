@@ -12,6 +12,9 @@ from graphacc.strategy.schedules import SCHEDULES
 AXES = ("pp", "dp", "fsdp", "tp", "cp", "ep")
 """Mesh axes, outermost first. `tp` carries sequence parallelism too."""
 
+REMATS = ("none", "blocks")
+"""What backward computes again."""
+
 CONTEXTS = ("ulysses", "ring")
 """How attention crosses the `cp` axis."""
 
@@ -43,6 +46,7 @@ class Strategy:
     quant_block: int = 256  # elements that share a scale
     quant_min_size: int = 16384  # elements of a weight below which it and its gradient travel exactly; norms and biases always do
     frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
+    remat: str = "none"  # what backward computes again besides what the model checkpoints itself: "none", or "blocks" (all but what a block reads)
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
     reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes
 
@@ -71,6 +75,8 @@ class Strategy:
             _check_capacity(self.capacity_factor, self.ep)
         if self.zero not in (None, 1, 2, 3):
             raise StrategyError(f"zero={self.zero!r} is no ZeRO stage: set zero to 1, 2 or 3")
+        if self.remat not in REMATS:
+            raise StrategyError(f"remat={self.remat!r} is unknown: choose one of {', '.join(REMATS)}")
         if self.precision not in ("fp32", "bf16"):
             raise StrategyError(f"precision={self.precision!r} is unknown: set precision to 'fp32' or 'bf16'")
         if self.reduce_dtype not in ("fp32", "bf16"):
@@ -230,7 +236,7 @@ def _text(value: object) -> str:
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("capacity_factor", "bucket_mb"):
         return _parse_float(text, part, value)
-    if name in ("precision", "reduce_dtype", "schedule", "context"):
+    if name in ("precision", "reduce_dtype", "schedule", "context", "remat"):
         return value
     if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):
         return value.lower() == "true"

@@ -1,0 +1,35 @@
+"""Values whose computation communicates: keeping them lets no collective run twice.
+
+A partition's plan says what moves. A sum over ranks or a split that the forward settles is kept as it is settled; where the forward goes on
+with another placement than the value's home (a gathered sequence, exchanged heads, tokens at their experts), the results of those who
+read it are kept too. Axes are planned one by one, each on the step that is global along all others.
+"""
+
+from collections.abc import Iterable
+
+import torch.fx
+
+from graphacc.graph import Phase, StepGraph
+from graphacc.passes.partition import Move
+from graphacc.passes.partition.placement import Partial
+from graphacc.passes.partition.plan import AxisPlan, Role
+from graphacc.passes.runner import Pass
+
+
+def exchanged_values(step: StepGraph, partitions: Iterable[Pass]) -> set[torch.fx.Node]:
+    """Calls of the forward that are kept so that these partitions communicate as if nothing were computed again."""
+    nodes = {node.name: node for node in step.graph.nodes}
+    found: set[torch.fx.Node] = set()
+    for item in partitions:
+        assert item.decide is not None, f"{item.name} is no partition"
+        plan = item.decide(step)
+        for move in plan.moves:
+            if move.phase is Phase.FORWARD and move.travels and move.role in (Role.ACTIVATION, Role.TOKENS):
+                found |= _kept_for(move, plan, nodes[move.value])
+    return found
+
+
+def _kept_for(move: Move, plan: AxisPlan, value: torch.fx.Node) -> set[torch.fx.Node]:
+    if isinstance(move.source, Partial) or plan.placements.get(move.value) == move.target:
+        return {value}
+    return {value, *(user for user in value.users if user.op == "call_function" and user.meta["phase"] is Phase.FORWARD)}

@@ -1,0 +1,140 @@
+"""Backward reads copies of the forward's calls, made from what is kept.
+
+Kept are the calls of no region, those that the caller names, and what a region gives to other calls of the forward or to the outputs. Every
+other value of a region that backward reads is written again, once for each region, from kept values seen through ``graphacc::after`` and
+the first gradient that reaches the region: so a copy cannot be computed before it is needed, and no common-subexpression pass merges
+it with the original. Parameters, and what follows from them by views and casts alone, are read as they are; ZeRO-3 gathers them again by
+a pass of its own. Random operators draw by counter, and give the copy the same bits. Buffers are written by the originals alone.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
+from graphacc.passes.stages.values import SEGMENT, free_values, is_item
+
+_AFTER = torch.ops.graphacc.after.default
+
+
+def recompute(step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Collection[torch.fx.Node] = ()) -> int:
+    """Rewrite `step` in place; an exact rewriting, also of a step that is partitioned later.
+
+    Args:
+        regions: call of the forward -> its region (`find_regions`).
+        kept: calls in regions that are not computed again.
+
+    Returns:
+        The number of calls that were written again.
+    """
+    return _Recomputation(step, regions, kept_values(step, regions, kept)).run()
+
+
+def kept_values(step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Collection[torch.fx.Node] = ()) -> set[torch.fx.Node]:
+    """The calls of regions that are kept: `kept`, results of the step, and what is read by the forward outside of the region."""
+    found = {*kept, *step.results, *(node for node in regions if _is_index(node))}
+    for node, region in regions.items():
+        others = (user for user in node.users if user.op == "call_function" and user.meta["phase"] is Phase.FORWARD)
+        if any(regions.get(user) != region for user in others):
+            found.add(node)
+    for node in regions:  # of a call with several results all are kept or none
+        if is_item(node) and (node.args[0] in found or node in found):
+            found |= {node.args[0], *node.args[0].users}
+    return found & regions.keys()
+
+
+def verify_recomputed(step: StepGraph) -> None:
+    """A copy reads a value of the forward through `after` alone, unless it is free (a parameter's view, a constant)."""
+    free = free_values(step)
+    for node in step.graph.nodes:
+        if node.meta.get(_COPIED) and node.target is not _AFTER:
+            read = [x.name for x in node.all_input_nodes if x.op == "call_function" and x.meta["phase"] is Phase.FORWARD and x not in free and not _is_index(x)]
+            if read:
+                raise GraphError(f"node {node.name!r}, a copy for backward, reads {read} of the forward, which would stay in memory for it")
+
+
+def _is_index(node: torch.fx.Node) -> bool:
+    """Whether a call gives integers: where tokens go, what was looked up. They are small, and read as they are, for the partition
+    knows by them which rows belong together."""
+    value = node.meta["val"]
+    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
+_COPIED = "recomputed"
+"""Entry of ``node.meta`` of copies."""
+
+
+class _Recomputation:
+    def __init__(self, step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Collection[torch.fx.Node]):
+        self.step, self.regions, self.kept = step, regions, kept
+        self.order = {node: i for i, node in enumerate(step.graph.nodes)}
+        self.free = free_values(step)
+        self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
+        self.copies: dict[tuple, torch.fx.Node] = {}
+        self.anchors: dict[tuple, torch.fx.Node] = {}  # region and segment -> the first gradient that reaches it
+        self.varying: set[torch.fx.Node] = set()  # what is no constant
+        self.gradients: set[torch.fx.Node] = set()
+        self.last: dict[int | None, torch.fx.Node] = {}  # segment -> its latest gradient so far
+
+    def run(self) -> int:
+        for node in list(self.step.graph.nodes):
+            if node.op != "call_function":
+                self.varying.update({node} if node.op == "placeholder" else ())
+                continue
+            if any(operand in self.varying for operand in node.all_input_nodes):
+                self.varying.add(node)
+            if node.meta["phase"] is Phase.BACKWARD:
+                self._visit(node)
+        return len(self.copies)
+
+    def _visit(self, node: torch.fx.Node) -> None:
+        """Let a call of backward read copies."""
+        gradients = [x for x in node.all_input_nodes if x in self.gradients and isinstance(x.meta["val"], torch.Tensor)]
+        for operand in dict.fromkeys(node.all_input_nodes):
+            if operand in self.regions and operand not in self.kept:
+                place = self.regions[operand], node.meta.get(SEGMENT)
+                if place not in self.anchors:
+                    anchor = max(gradients, key=self.order.__getitem__, default=None) or self.last.get(node.meta.get(SEGMENT))
+                    if anchor is None:  # nothing has been computed for backward: the value is needed at once
+                        continue
+                    self.anchors[place] = anchor
+                node.replace_input_with(operand, self._copy(operand, place, node))
+        if node in self.varying and (gradients or any(self._is_seed(x) for x in node.all_input_nodes)):
+            self.gradients.add(node)
+            if isinstance(node.meta["val"], torch.Tensor):
+                self.last[node.meta.get(SEGMENT)] = node
+
+    def _is_seed(self, node: torch.fx.Node) -> bool:
+        """Whether gradients start here: with the constant one of a loss, with gradients from outside, or behind another stage's."""
+        if node.op == "placeholder":
+            return self.kinds[node] in (Kind.BATCH, Kind.CROSS)
+        return node in self.gradients or node not in self.varying
+
+    def _copy(self, value: torch.fx.Node, place: tuple, before: torch.fx.Node) -> torch.fx.Node:
+        """`value` for the backward of a region, in front of its first reader `before`."""
+        if value in self.free or (value.op == "placeholder" and self.kinds[value] not in (Kind.BATCH, Kind.KEY)):
+            return value
+        if _is_index(value) and value in self.kept:
+            return value
+        key = value, place
+        if key in self.copies:
+            return self.copies[key]
+        computed = value.op == "call_function" and self.regions.get(value) == place[0] and value not in self.kept
+        if computed:
+            read = {operand: self._copy(operand, place, before) for operand in dict.fromkeys(value.all_input_nodes)}
+            args, kwargs = torch.fx.map_arg((value.args, value.kwargs), read.__getitem__)
+            target = value.target
+        else:
+            target, args, kwargs = _AFTER, (value, self.anchors[place]), {}
+        with self.step.graph.inserting_before(before):
+            new = self.step.graph.call_function(target, args, kwargs)
+        kept = {name: entry for name, entry in value.meta.items() if name not in (CHECKPOINT, SEGMENT)}
+        new.meta = {**kept, "phase": Phase.BACKWARD, _COPIED: True}
+        if SEGMENT in before.meta:
+            new.meta[SEGMENT] = before.meta[SEGMENT]
+        self.copies[key] = new
+        return new
