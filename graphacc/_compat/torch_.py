@@ -141,14 +141,15 @@ def patched(owner, **replacements):
 
 
 @contextlib.contextmanager
-def decided_branches(*, packed_sequences: bool, checkpointed=contextlib.nullcontext):
+def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: contextlib.nullcontext()):
     """Answer, while tracing, the questions that torch's and transformers' own code asks of tensor values.
 
     - nn.Transformer: "is this mask causal?" is not looked up in the mask, which is applied as it is.
     - transformers: "are several sequences packed in a row?" is answered 'no' unless `packed_sequences`, and experts take
       the grouped product that is one operator for every dtype.
-    - torch.utils.checkpoint runs the function once, inside `checkpointed()` and without recomputation: what is recomputed is a
-      pass's choice. Its reentrant form gives no gradients where no argument requires one, as always.
+    - torch.utils.checkpoint runs the function once, inside `checkpointed(policy)`: the recomputation is a pass's work. `policy` is what a
+      selective policy of the user's says, or None (see `_policy_of`). The reentrant form gives no gradients where no argument requires one,
+      as always.
     - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off.
     """
     import sys
@@ -175,8 +176,8 @@ def _hinted_causal(mask, is_causal=None, size=None) -> bool:
 
 
 def _checkpoints_run_once(checkpointed) -> dict:
-    """Stand-ins for the two forms of torch.utils.checkpoint: call the function, inside `checkpointed()`."""
-    from torch.utils.checkpoint import check_backward_validity
+    """Stand-ins for the two forms of torch.utils.checkpoint: call the function, inside `checkpointed(policy)`."""
+    from torch.utils.checkpoint import check_backward_validity, noop_context_fn
 
     class CheckpointFunction:
         @staticmethod
@@ -186,14 +187,30 @@ def _checkpoints_run_once(checkpointed) -> dict:
             if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
                 with torch.no_grad():
                     return function(*args)
-            with checkpointed():
+            with checkpointed(None):
                 return function(*args)
 
-    def generator(*args, **kwargs):
-        with checkpointed():
+    def generator(fn, preserve_rng_state=True, context_fn=noop_context_fn, *args, **kwargs):
+        forward, _ = context_fn()
+        policy = _policy_of(forward)
+        with checkpointed(policy), contextlib.nullcontext() if policy is not None else forward:
             yield
 
     return {"CheckpointFunction": CheckpointFunction, "_checkpoint_without_reentrant_generator": generator}
+
+
+def _policy_of(context):
+    """What a context of ``create_selective_checkpoint_contexts`` says: (operator, args, kwargs) -> whether results are kept; None for another one."""
+    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
+
+    if not isinstance(context, _CachingTorchDispatchMode):
+        return None
+
+    def keeps(operator, args, kwargs) -> bool:
+        said = context.policy_fn(SelectiveCheckpointContext(is_recompute=False), operator, *args, **kwargs)
+        return said in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    return keeps
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

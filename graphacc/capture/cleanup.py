@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from graphacc._compat.torch_ import fake_mode
 from graphacc.errors import CaptureError
-from graphacc.graph import Phase
+from graphacc.graph import CHECKPOINT, Phase
 
 aten = torch.ops.aten
 
@@ -172,4 +172,5 @@ def _note(node: fx.Node, phase: Phase, forward_of: dict[int, dict]) -> dict:
         "phase": custom.get("phase", phase),
         "module_path": source.get("module_path", ""),
         "stack_trace": source.get("stack_trace", ""),
+        **({CHECKPOINT: custom[CHECKPOINT]} if CHECKPOINT in custom else {}),
     }

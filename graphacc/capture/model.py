@@ -22,8 +22,9 @@ from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches
 from graphacc.capture.attention import whole_attention
 from graphacc.capture.backend import FX, Backend
 from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
+from graphacc.capture.checkpointed import Checkpoints
 from graphacc.capture.functions import WrittenOut
-from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes, written_once
+from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes
 from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import KEY, Results, Slot
 from graphacc.errors import CaptureError, ParameterWritten
@@ -154,7 +155,7 @@ def _capture(
     with borrowed(model), dense_gradients(model), contextlib.ExitStack() as stack:
         stack.enter_context(compiling())
         packed = any("position_ids" in path for path in batch.paths)
-        stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=lambda: written_once(model)))
+        stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=Checkpoints(model, marks=backend is FX)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
         stack.enter_context(whole_attention())
         stack.enter_context(WrittenOut())

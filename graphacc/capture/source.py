@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphacc._compat.torch_ import annotate_nodes
-from graphacc.graph import Phase
+from graphacc._compat.torch_ import annotate_nodes, annotation
+from graphacc.graph import CHECKPOINT, Phase
 
 _GRAPHACC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _EXAMPLES = os.path.join(_GRAPHACC, "examples") + os.sep
@@ -86,7 +86,8 @@ class SourceMode(TorchFunctionMode):
             if path is not None and len(lines) == _MAX_LINES:
                 break
             frame = frame.f_back
-        annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines))})
+        checkpointed = {CHECKPOINT: annotation()[CHECKPOINT]} if CHECKPOINT in annotation() else {}
+        annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines)), **checkpointed})
 
     def _is_user(self, code: CodeType) -> bool:
         known = self._user_code.get(code)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
-from graphacc.capture.source import calling_line
 from graphacc.errors import ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop.decisions import Recorder
@@ -23,8 +22,6 @@ from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
 
 log = logging.getLogger("graphacc")
-
-CHECKPOINTED = "torch.utils.checkpoint has no effect on a compiled step: what it is given runs once, and what is kept for the backward is XLA's choice"
 
 
 class Fakes:
@@ -36,7 +33,6 @@ class Fakes:
         self._mode = new_fake_mode()
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
-        self.checkpointed: str | None = None  # the user's line that calls torch.utils.checkpoint
 
     def of(self, value: "Tensor | Param") -> Tensor:
         """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
@@ -69,7 +65,7 @@ class Fakes:
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
-        branches, answers = decided_branches(packed_sequences=packed, checkpointed=self._note_checkpoint), recorder or contextlib.nullcontext()
+        branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
         writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
         try:
             with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes:
@@ -78,14 +74,6 @@ class Fakes:
             for name in error.names:
                 self._managed.pop(name, None)  # it may have another's memory now
             raise
-
-    @contextlib.contextmanager
-    def _note_checkpoint(self) -> Iterator[None]:
-        """A function that is given to torch.utils.checkpoint runs inside; says once that this is not followed."""
-        if self.checkpointed is None:
-            self.checkpointed = calling_line()
-            log.warning("graphacc: %s\n  at %s", CHECKPOINTED, self.checkpointed)
-        yield
 
     def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""

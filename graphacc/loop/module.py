@@ -11,7 +11,6 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
-from graphacc.loop.fakes import CHECKPOINTED
 from graphacc.loop.managed import ordinary
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
@@ -91,8 +90,6 @@ class CompiledModule(nn.Module):
         eager += [str(use) for use in self._graphacc_engine.regions.values()]
         gone = self._graphacc_engine.programs.num_let_go
         kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
-        line = self._graphacc_engine.fakes.checkpointed
-        kept += [f"{CHECKPOINTED} (at {line})"] if line is not None else []
         reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
         choice = self._graphacc_engine.choice
         kept += [] if choice is None or choice.plan is None else [choice.plan.line]

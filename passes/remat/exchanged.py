@@ -5,7 +5,7 @@ with another placement than the value's home (a gathered sequence, exchanged hea
 read it are kept too. Axes are planned one by one, each on the step that is global along all others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch.fx
 
@@ -25,11 +25,13 @@ def exchanged_values(step: StepGraph, partitions: Iterable[Pass]) -> set[torch.f
         plan = item.decide(step)
         for move in plan.moves:
             if move.phase is Phase.FORWARD and move.travels and move.role in (Role.ACTIVATION, Role.TOKENS):
-                found |= _kept_for(move, plan, nodes[move.value])
+                found |= _kept_for(move, plan, nodes)
     return found
 
 
-def _kept_for(move: Move, plan: AxisPlan, value: torch.fx.Node) -> set[torch.fx.Node]:
+def _kept_for(move: Move, plan: AxisPlan, nodes: Mapping[str, torch.fx.Node]) -> set[torch.fx.Node]:
+    value = nodes[move.value]
     if isinstance(move.source, Partial) or plan.placements.get(move.value) == move.target:
         return {value}
-    return {value, *(user for user in value.users if user.op == "call_function" and user.meta["phase"] is Phase.FORWARD)}
+    readers = (*value.users, nodes[move.reader])  # a view's operand may be what moves for the view's reader
+    return {value, *(reader for reader in readers if reader.op == "call_function" and reader.meta["phase"] is Phase.FORWARD)}

@@ -14,7 +14,8 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
-from graphacc.passes.stages.values import SEGMENT, free_values, is_item
+from graphacc.passes.remat.regions import always_there
+from graphacc.passes.stages.values import SEGMENT, is_item
 
 _AFTER = torch.ops.graphacc.after.default
 
@@ -47,7 +48,7 @@ def kept_values(step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Col
 
 def verify_recomputed(step: StepGraph) -> None:
     """A copy reads a value of the forward through `after` alone, unless it is free (a parameter's view, a constant)."""
-    free = free_values(step)
+    free = always_there(step)
     for node in step.graph.nodes:
         if node.meta.get(_COPIED) and node.target is not _AFTER:
             read = [x.name for x in node.all_input_nodes if x.op == "call_function" and x.meta["phase"] is Phase.FORWARD and x not in free and not _is_index(x)]
@@ -72,13 +73,14 @@ class _Recomputation:
     def __init__(self, step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Collection[torch.fx.Node]):
         self.step, self.regions, self.kept = step, regions, kept
         self.order = {node: i for i, node in enumerate(step.graph.nodes)}
-        self.free = free_values(step)
+        self.free = always_there(step)
         self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
         self.copies: dict[tuple, torch.fx.Node] = {}
         self.anchors: dict[tuple, torch.fx.Node] = {}  # region and segment -> the first gradient that reaches it
         self.varying: set[torch.fx.Node] = set()  # what is no constant
         self.gradients: set[torch.fx.Node] = set()
         self.last: dict[int | None, torch.fx.Node] = {}  # segment -> its latest gradient so far
+        self.since = self._scalar_results()  # and gradients that were made since the last anchor, in order
 
     def run(self) -> int:
         for node in list(self.step.graph.nodes):
@@ -101,10 +103,11 @@ class _Recomputation:
                     anchor = max(gradients, key=self.order.__getitem__, default=None) or self.last.get(node.meta.get(SEGMENT))
                     if anchor is None:  # nothing has been computed for backward: the value is needed at once
                         continue
-                    self.anchors[place] = anchor
+                    self.anchors[place] = self._behind_loose_ends(anchor, node)
                 node.replace_input_with(operand, self._copy(operand, place, node))
         if node in self.varying and (gradients or any(self._is_seed(x) for x in node.all_input_nodes)):
             self.gradients.add(node)
+            self.since.append(node)
             if isinstance(node.meta["val"], torch.Tensor):
                 self.last[node.meta.get(SEGMENT)] = node
 
@@ -113,6 +116,52 @@ class _Recomputation:
         if node.op == "placeholder":
             return self.kinds[node] in (Kind.BATCH, Kind.CROSS)
         return node in self.gradients or node not in self.varying
+
+    def _scalar_results(self) -> list[torch.fx.Node]:
+        """The loss, and other numbers that the forward gives to the outputs: computed last, they would keep the logits to the end."""
+        results = (node for node in self.step.results if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD)
+        return [node for node in dict.fromkeys(results) if node.meta["val"].numel() == 1]
+
+    def _behind_loose_ends(self, anchor: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        """`anchor`, not before the loss and all gradients that nothing has read yet: a compiler would put off the products that give gradients of
+        parameters, and keep what they read (the copies of the region behind, the logits) for so long. What comes later reads it there.
+
+        Under a pipeline the anchor stays as it is, since schedules put off these products themselves.
+        """
+        if SEGMENT in before.meta:
+            return anchor
+        anchor = self._entry(anchor)
+        reached, place = {anchor}, self.order[anchor]
+        for node in reversed(self.since):
+            if any(user in reached for user in node.users):
+                reached.add(node)
+        ends = [node for node in self.since if node not in reached and self.order[node] < place and self._is_loose(node, place)]
+        self.since = [node for node in self.since if self.order[node] > place]
+        readers = [user for user in anchor.users if self.order.get(user, -1) > place and user.meta.get("phase") is Phase.BACKWARD]
+        last = anchor
+        for end in ends:
+            with self.step.graph.inserting_after(last):
+                new = self.step.graph.call_function(_AFTER, (last, end))
+            new.meta = {**anchor.meta, _COPIED: True}
+            last = new
+        for reader in readers:
+            reader.replace_input_with(anchor, last)
+        self.gradients.add(last)
+        self.order[last] = place
+        return last
+
+    def _entry(self, gradient: torch.fx.Node) -> torch.fx.Node:
+        """The gradient that enters a region, of one that follows from it and parameters alone."""
+        while True:
+            read = [operand for operand in gradient.all_input_nodes if operand in self.varying and operand not in self.free and operand.op != "placeholder"]
+            if len(read) != 1 or read[0] not in self.gradients or not isinstance(read[0].meta["val"], torch.Tensor):
+                return gradient
+            gradient = read[0]
+
+    def _is_loose(self, node: torch.fx.Node, place: int) -> bool:
+        """Whether no call of backward before this place reads a gradient."""
+        read = (user for user in node.users if user.meta.get("phase") is Phase.BACKWARD)
+        return isinstance(node.meta["val"], torch.Tensor) and all(self.order.get(user, -1) > place for user in read)
 
     def _copy(self, value: torch.fx.Node, place: tuple, before: torch.fx.Node) -> torch.fx.Node:
         """`value` for the backward of a region, in front of its first reader `before`."""

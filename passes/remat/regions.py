@@ -10,9 +10,9 @@ import re
 
 import torch.fx
 
-from graphacc.graph import CHECKPOINT, Phase, StepGraph
+from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
 from graphacc.passes.stages.units import Unit, block_of, cuts, forward_part, units
-from graphacc.passes.stages.values import SEGMENT, free_values, is_item
+from graphacc.passes.stages.values import SEGMENT, VIEWS, is_item
 
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
@@ -32,7 +32,7 @@ def find_regions(step: StepGraph, blocks: bool = True) -> Regions:
     for node in step.graph.nodes:
         if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and CHECKPOINT in node.meta:
             found[node] = node.meta[CHECKPOINT].region
-    for node in free_values(step):
+    for node in always_there(step):
         found.pop(node, None)
     for node in step.graph.nodes:  # several results stay with the call that gives them
         if is_item(node) and node in found and node.args[0] in found:
@@ -40,8 +40,26 @@ def find_regions(step: StepGraph, blocks: bool = True) -> Regions:
     return {node: f"{name}, segment {node.meta[SEGMENT]}" if SEGMENT in node.meta else name for node, name in found.items()}
 
 
+def always_there(step: StepGraph) -> set[torch.fx.Node]:
+    """Calls whose results backward may read without anything being kept for it: views and casts of parameters, and what follows from
+    constants and buffers alone."""
+    kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
+    parameters = {node for node, kind in kinds.items() if kind is Kind.PARAM}
+    constants = {node for node, kind in kinds.items() if kind in (Kind.BUFFER, Kind.HYPER)}
+    for node in step.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in VIEWS and node.args[0] in parameters:
+            parameters.add(node)
+        elif constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+    return (parameters | constants) - kinds.keys()
+
+
 def _by_blocks(step: StepGraph) -> Regions:
     forward = forward_part(step)
+    if not forward.nodes:
+        return {}
     found = units(forward, cuts(forward))
     numbered = {block_of(node) for node in forward.nodes} - {""}
     if not numbered:
@@ -57,7 +75,7 @@ def _by_blocks(step: StepGraph) -> Regions:
 
 def _is_made_of_blocks(block: str, found: list[Unit]) -> bool:
     """Whether narrow cuts separate several numbered modules inside of a block: the stages of a ResNet or a Swin."""
-    inside = [{_inner_block(node) for node in unit.nodes} for unit in found if unit.block == block]
+    inside = [{_inner_block(node) for node in unit.nodes if block_of(node) == block} for unit in found]
     whole = {next(iter(paths)) for paths in inside if len(paths) == 1}
     return len(whole) > 1
 
