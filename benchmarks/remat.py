@@ -6,6 +6,7 @@ XLA counts in the compiled program. The ratios are to the first row, in which ba
     python benchmarks/remat.py cpu                     # 4 layers of 768, T 1024, batch 4
     pip install --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2     # no GPU is needed
     python benchmarks/remat.py h100 --layers 6
+    python benchmarks/remat.py auto                    # five budgets between all and the least: predicted, and the temporaries that XLA gives
 """
 
 import argparse
@@ -24,6 +25,7 @@ import transformers
 
 from graphacc._compat.jax_ import cuda_library
 from graphacc.capture import Batch, capture_joint, capture_update, stitch
+from graphacc.costs.memory import predict_memory
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.pipeline import build_pipeline
@@ -62,9 +64,29 @@ def compiled(step: StepGraph, strategy: Strategy, platform: str) -> tuple[Progra
     return Program.build(local, mesh, cache_dir=None, memory_plan="xla"), said
 
 
+def budgets(args: argparse.Namespace) -> None:
+    """Rows of remat="auto"."""
+    step = captured(args, checkpoint=False)
+    most, least = (_predicted(step, strategy) for strategy in ("", "remat=blocks"))
+    print(f"GPT-2 {args.layers} x {args.width}: {most / 1e9:.4f} GB predicted with everything kept, {least / 1e9:.4f} with blocks")
+    print("| budget GB | predicted GB | XLA's temporaries MB | GFLOP | choosing and compiling s | |\n| --- | --- | --- | --- | --- | --- |")
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        budget, start = (least + share * (most - least)) / 1e9, time.perf_counter()
+        program, said = compiled(step, Strategy(remat="auto", memory_gb=budget), "cpu")
+        found = _predicted(step, f"remat=auto,memory_gb={budget!r}") / 1e9
+        flops = (program._compiled.cost_analysis() or {}).get("flops", float("nan"))
+        cells = f"{budget:.4f}", f"{found:.4f}", f"{program.memory.temp_bytes / 1e6:.1f}", f"{flops / 1e9:.1f}", f"{time.perf_counter() - start:.0f}"
+        print("| " + " | ".join(cells) + f" | {said.splitlines()[-1].strip()} |", flush=True)
+
+
+def _predicted(step: StepGraph, strategy: str) -> int:
+    chosen = Strategy.parse(strategy)
+    return predict_memory(run_passes(step.copy(), build_pipeline(step, chosen, batch_dims=default_batch_dims(step)))[0]).peak_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cpu", "h100"])
+    parser.add_argument("what", choices=["cpu", "h100", "auto"])
     parser.add_argument("rows", nargs="*", help=f"default: {ROWS}")
     for name, value in dict(layers=4, width=768, length=1024, vocabulary=50257, batch=4).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -72,6 +94,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "h100" and cuda_library() is None:
         raise SystemExit("JAX's CUDA plugin is not installed: pip install --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2")
+    if args.what == "auto":
+        budgets(args)
+        return
     print(f"{args.what}: GPT-2 {args.layers} x {args.width}, T {args.length}, vocabulary {args.vocabulary}, batch {args.batch}")
     print("| what is computed again | temporaries MB | ratio | GFLOP | ratio | compile s |\n| --- | --- | --- | --- | --- | --- |")
     first: tuple[int, float] | None = None

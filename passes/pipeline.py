@@ -67,7 +67,7 @@ def build_pipeline(
     passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, SUM_ONE_HOTS, ATTACH_ATTENTION, ATTACH_EXPERTS]
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
-    num_global = len(passes)
+    first, passes = passes, []
     if strategy.zero_stage == 3:
         passes.append(REGATHER)
     if strategy.tp > 1:
@@ -84,8 +84,6 @@ def build_pipeline(
         passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
         passes.append(partition_pass("dp", strategy.dp, 0, along["dp"], reduce_narrow=strategy.reduces_narrow))
-    if needs_remat(step, strategy):
-        passes.insert(num_global, remat_pass(strategy, [item for item in passes if item.decide is not None]))
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
@@ -97,7 +95,10 @@ def build_pipeline(
             passes.append(prefetch_pass(strategy.prefetch))
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
-    return [*passes, JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
+    passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
+    if needs_remat(step, strategy):
+        first.append(remat_pass(strategy, passes))
+    return [*first, *passes]
 
 
 def partition_pass(

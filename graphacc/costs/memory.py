@@ -110,6 +110,15 @@ def predict_memory(step: StepGraph) -> MemoryPrediction:
     )
 
 
+def memory_profile(step: StepGraph) -> dict[torch.fx.Node, int]:
+    """Calls whose results are stored -> bytes of temporaries while each runs, in the order of the program."""
+    problem = _problem(step)
+    graph = compile_problem(problem)
+    nodes = {node.name: node for node in step.graph.nodes}
+    stored = graph.profile(HEURISTICS["program order"](graph))
+    return {nodes[item.name]: size for item, size in zip(problem.operators, stored, strict=True)}
+
+
 def saved_for_backward(step: StepGraph) -> dict[torch.fx.Node, int]:
     """The calls of the forward whose stored results the backward reads -> bytes of these."""
     problem = _problem(step)

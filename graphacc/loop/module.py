@@ -13,6 +13,7 @@ from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
 from graphacc.loop.managed import ordinary
 from graphacc.loop.on_torch_xla import OnTorchXla
+from graphacc.passes.remat import RematReport
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
 from graphacc.search import Plan
 from graphacc.strategy.in_force import StrategyInForce
@@ -91,6 +92,8 @@ class CompiledModule(nn.Module):
         gone = self._graphacc_engine.programs.num_let_go
         kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
         reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
+        again = [report for c in self.programs for part in c.parts for report in part.passes if isinstance(report.details, RematReport)]
+        kept += [] if passes else list(dict.fromkeys(f"computed again in backward:\n{report.details}" for report in again))
         choice = self._graphacc_engine.choice
         kept += [] if choice is None or choice.plan is None else [choice.plan.line]
         return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)

@@ -12,8 +12,11 @@ from graphacc.strategy.schedules import SCHEDULES
 AXES = ("pp", "dp", "fsdp", "tp", "cp", "ep")
 """Mesh axes, outermost first. `tp` carries sequence parallelism too."""
 
-REMATS = ("none", "blocks")
-"""What backward computes again."""
+REMATS = ("none", "blocks", "auto")
+"""What backward computes again; or a tuple of pairs, a pattern of regions and what they keep."""
+
+KEEPS = ("all", "cheap", "products", "inputs")
+"""What a region keeps for backward: everything; all but what is element by element; products, convolutions and attention; what it reads."""
 
 CONTEXTS = ("ulysses", "ring")
 """How attention crosses the `cp` axis."""
@@ -46,7 +49,8 @@ class Strategy:
     quant_block: int = 256  # elements that share a scale
     quant_min_size: int = 16384  # elements of a weight below which it and its gradient travel exactly; norms and biases always do
     frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
-    remat: str = "none"  # what backward computes again besides what the model checkpoints itself: "none", or "blocks" (all but what a block reads)
+    remat: str | tuple[tuple[str, str], ...] = "none"  # what backward computes again besides what the model checkpoints: "none", "blocks" (all but what a block reads), "auto" (what memory_gb asks for), or pairs of a pattern of blocks and what they keep: "all", "cheap", "products" or "inputs"
+    memory_gb: float | None = None  # for remat="auto": predicted memory of a device, in 1e9 bytes, that the step must not exceed
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
     reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes
 
@@ -75,8 +79,13 @@ class Strategy:
             _check_capacity(self.capacity_factor, self.ep)
         if self.zero not in (None, 1, 2, 3):
             raise StrategyError(f"zero={self.zero!r} is no ZeRO stage: set zero to 1, 2 or 3")
-        if self.remat not in REMATS:
-            raise StrategyError(f"remat={self.remat!r} is unknown: choose one of {', '.join(REMATS)}")
+        object.__setattr__(self, "remat", _remat(self.remat))
+        if self.remat == "auto" and self.memory_gb is None:
+            raise StrategyError("remat='auto' computes again what a budget asks for: set memory_gb to the memory of a device that the step may use")
+        if self.memory_gb is not None:
+            _check_memory(self.memory_gb, self.remat)
+        if self.remat == "auto" and self.pp > 1:
+            raise StrategyError(f"remat='auto' predicts one program, and pp={self.pp} makes one for every stage: use remat='blocks', or name what blocks keep")
         if self.precision not in ("fp32", "bf16"):
             raise StrategyError(f"precision={self.precision!r} is unknown: set precision to 'fp32' or 'bf16'")
         if self.reduce_dtype not in ("fp32", "bf16"):
@@ -229,15 +238,37 @@ def _pins(value: object) -> tuple[tuple[str, int], ...]:
     return pairs
 
 
+def _remat(value: Any) -> str | tuple[tuple[str, str], ...]:
+    """One of `REMATS`, or pairs of a pattern and what its regions keep."""
+    if isinstance(value, str):
+        if value not in REMATS:
+            raise StrategyError(f"remat={value!r} is unknown: choose one of {', '.join(REMATS)}, or pairs such as 'transformer.h.*:products'")
+        return value
+    pairs = tuple(tuple(pair) for pair in (value.items() if isinstance(value, Mapping) else value))
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in KEEPS:
+            raise StrategyError(f"remat: {pair!r} is no pattern with what its blocks keep; give pairs such as ('transformer.h.*', 'products'), with one of {', '.join(KEEPS)}")
+    return pairs
+
+
+def _check_memory(value: object, remat: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise StrategyError(f"memory_gb={value!r} must be a number of 1e9 bytes above 0")
+    if remat != "auto":
+        raise StrategyError(f"memory_gb={value!r} is what remat='auto' chooses by, and remat is {remat!r}: set remat='auto', or leave memory_gb out")
+
+
 def _text(value: object) -> str:
     return ";".join(f"{pattern}:{chunk}" for pattern, chunk in value) if isinstance(value, tuple) else str(value)
 
 
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
-    if name in ("capacity_factor", "bucket_mb"):
+    if name in ("capacity_factor", "bucket_mb", "memory_gb"):
         return _parse_float(text, part, value)
-    if name in ("precision", "reduce_dtype", "schedule", "context", "remat"):
+    if name in ("precision", "reduce_dtype", "schedule", "context"):
         return value
+    if name == "remat":
+        return value if ":" not in value else tuple(tuple(pair.rpartition(":")[::2]) for pair in value.split(";"))
     if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if name != "stages":

@@ -8,6 +8,7 @@ a pass of its own. Random operators draw by counter, and give the copy the same 
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.fx
@@ -41,8 +42,9 @@ def kept_values(step: StepGraph, regions: Mapping[torch.fx.Node, str], kept: Col
         if any(regions.get(user) != region for user in others):
             found.add(node)
     for node in regions:  # of a call with several results all are kept or none
-        if is_item(node) and (node.args[0] in found or node in found):
-            found |= {node.args[0], *node.args[0].users}
+        if is_item(node):
+            (source,) = node.all_input_nodes
+            found |= {source, *source.users} if source in found or node in found else set()
     return found & regions.keys()
 
 
@@ -50,10 +52,15 @@ def verify_recomputed(step: StepGraph) -> None:
     """A copy reads a value of the forward through `after` alone, unless it is free (a parameter's view, a constant)."""
     free = always_there(step)
     for node in step.graph.nodes:
-        if node.meta.get(_COPIED) and node.target is not _AFTER:
+        if is_copy(node) and node.target is not _AFTER:
             read = [x.name for x in node.all_input_nodes if x.op == "call_function" and x.meta["phase"] is Phase.FORWARD and x not in free and not _is_index(x)]
             if read:
                 raise GraphError(f"node {node.name!r}, a copy for backward, reads {read} of the forward, which would stay in memory for it")
+
+
+def is_copy(node: torch.fx.Node) -> bool:
+    """Whether a call was written for backward to compute a value again, or to wait for a gradient."""
+    return bool(node.meta.get(_COPIED))
 
 
 def _is_index(node: torch.fx.Node) -> bool:
@@ -172,11 +179,11 @@ class _Recomputation:
         key = value, place
         if key in self.copies:
             return self.copies[key]
+        target: Any = value.target
         computed = value.op == "call_function" and self.regions.get(value) == place[0] and value not in self.kept
         if computed:
             read = {operand: self._copy(operand, place, before) for operand in dict.fromkeys(value.all_input_nodes)}
             args, kwargs = torch.fx.map_arg((value.args, value.kwargs), read.__getitem__)
-            target = value.target
         else:
             target, args, kwargs = _AFTER, (value, self.anchors[place]), {}
         with self.step.graph.inserting_before(before):

@@ -16,6 +16,9 @@ from graphacc.passes.stages.values import SEGMENT, VIEWS, is_item
 
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
+REGION = "region"
+"""Entry of ``node.meta``: the region of a call, of a copy, and of a call of backward that reads what the region made."""
+
 Regions = dict[torch.fx.Node, str]
 """Call of the forward -> name of its region; calls in no region are left out."""
 
