@@ -1,7 +1,6 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
 import contextlib
-import logging
 from collections.abc import Callable
 
 import torch
@@ -15,13 +14,12 @@ from graphacc.capture.borrow import substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
+from graphacc.capture.source import calling_line
 from graphacc.errors import ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop.decisions import Recorder
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
-
-log = logging.getLogger("graphacc")
 
 
 class Fakes:
