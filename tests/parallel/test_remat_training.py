@@ -17,7 +17,7 @@ STRATEGIES = ["", "fsdp=4", "tp=2", "pp=2,microbatches=2", "cp=2"]
 CASES = [(name, strategy) for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet") for strategy in STRATEGIES[:4]]
 CASES += [
     ("gpt2", "cp=2"), ("llama", "fsdp=2,cp=2,context=ring"), ("gpt2", "pp=2,fsdp=2,microbatches=2,schedule=zb-h1"), ("mixtral", "fsdp=4"), ("mixtral", "ep=2"),
-    ("gpt2", "fsdp=4,precision=bf16"), ("gpt2", "pp=2,fsdp=2,tp=2,microbatches=4"), ("mixtral", "pp=2,ep=2,microbatches=2"), ("gpt2", "dp=2,microbatches=2"),
+    ("gpt2", "pp=2,fsdp=2,tp=2,microbatches=4"), ("mixtral", "pp=2,ep=2,microbatches=2"), ("gpt2", "dp=2,microbatches=2"),
 ]  # fmt: skip
 DEFAULT = [("gpt2", strategy) for strategy in STRATEGIES] + [("mixtral", "ep=2")]
 
