@@ -54,6 +54,14 @@ def call(function: str, *args) -> None:
 
 
 @functools.cache
+def register_xla_target(name: str) -> None:
+    """Tell JAX about the custom call `name` on the CPU, once per process, at the first lowering that needs it."""
+    import jax
+
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(load(), f"{name}_ffi")), platform="cpu")
+
+
+@functools.cache
 def available_isas() -> dict[str, int]:
     """The instruction sets that this library and this CPU both have, name to number, slowest first."""
     library = load()
