@@ -3,6 +3,8 @@
 All are built from transformers' configurations or written here, without downloads; losses come from the model.
 """
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -139,7 +141,7 @@ class _UNet(nn.Module):
         super().__init__()
         widths = [width, 2 * width, 4 * width]
         self.down = nn.ModuleList(map(_convolutions, [3, *widths[:-1]], widths))
-        self.up = nn.ModuleList(_convolutions(a + b, a) for a, b in zip(widths, widths[1:]))
+        self.up = nn.ModuleList(_convolutions(a + b, a) for a, b in itertools.pairwise(widths))
         self.pool, self.head = nn.MaxPool2d(2), nn.Conv2d(width, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,17 +12,9 @@ namespace ffi = xla::ffi;
 namespace {
 
 using gacc::Array;
+using gacc::dtype_of;
 using gacc::invalid;
 using Numbers = ffi::Span<const int64_t>;
-
-int32_t dtype_of(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F32: return GACC_F32;
-    case ffi::DataType::BF16: return GACC_BF16;
-    case ffi::DataType::F16: return GACC_F16;
-    default: return GACC_NONE;  // refused by gacc_flash_*
-  }
-}
 
 template <typename Element>
 const Element* optional(const Array& array) {
