@@ -69,13 +69,22 @@ def profile(name: str, lines: int, steps: int) -> None:
     milliseconds = measure(step, steps, described)
     total = sum(milliseconds.values())
     print(f"{name} {precision}: {total:.1f} ms inside instructions per step; the model by PyTorch: {model._graphacc_engine.eager or 'no part'}")
+    kinds: collections.Counter[str] = collections.Counter()
+    for instruction, value in milliseconds.items():
+        kinds[kind_of(described[instruction])] += value
+    print("  " + ", ".join(f"{kind} {value:.1f} ms" for kind, value in kinds.most_common(8)))
     for instruction, value in milliseconds.most_common(lines):
         what = described[instruction]
         mark = "  <-- above the limit" if value > LIMIT * total and not what.heavy else ""
         print(f"  {value:8.2f} ms {value / total:6.1%}  {instruction:36.36} {what.shape:34.34} {what.source[-60:]}{mark}")
 
 
-Described = collections.namedtuple("Described", "opcode shape source heavy")
+Described = collections.namedtuple("Described", "opcode shape source target heavy")
+
+
+def kind_of(what: Described) -> str:
+    """What an instruction is counted as: its opcode, its custom call, or a product inside a fusion."""
+    return what.target or ("product or convolution" if what.heavy else what.opcode)
 
 
 def describe(text: str) -> dict[str, Described]:
@@ -95,7 +104,8 @@ def describe(text: str) -> dict[str, Described]:
             target = re.search(r'custom_call_target="([^"]*)"', rest)
             source = re.search(r'op_name="([^"]*)"', rest)
             heavy = bool(HEAVY.search(f"{opcode}({inner}")) or bool(target and HEAVY_CALL.search(target.group(1)))
-            found[name] = Described(opcode, shape, source.group(1) if source else target.group(1) if target else opcode, heavy)
+            made_by = target.group(1) if target else ""
+            found[name] = Described(opcode, shape, source.group(1) if source else made_by or opcode, made_by, heavy)
     return found
 
 

@@ -1,12 +1,16 @@
 """Products by custom calls on the CPU, through the kernels themselves, whatever this CPU's gate says; the oracle is torch's product of each part."""
 
+import copy
+
 import jax
 import numpy as np
 import pytest
 import torch
+import zoo
 from helpers_lowering import check_lowering, run_lowered, step_graph, to_array, to_tensor
 from jax.sharding import PartitionSpec as P
-from tolerances import assert_close
+from tolerances import RELATIVE, assert_close, relative_error
+from training import batches_of, captured_once, compiled, train
 
 import graphacc.lowering
 from graphacc._compat.jax_ import x64
@@ -155,3 +159,41 @@ def test_torchs_own_threads_are_as_they_were():
     step = step_graph(lambda a, weight, ends: ops.grouped_mm(a, weight, ends), a, weight, ends)
     run_lowered(step, a, weight, ends, jit=True)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_products_of_a_graph_call_the_kernel(dtype, monkeypatch):
+    """With bias, in batches, and with transposed views, which are read as they are."""
+    monkeypatch.setattr(products, "is_native", lambda dtype: True)
+    x, weight, bias = torch.randn(128, 96).to(dtype), torch.randn(80, 96).to(dtype), torch.randn(80).to(dtype)
+    batches, grad = torch.randn(2, 96, 128).to(dtype), torch.randn(128, 80).to(dtype)
+
+    def several(x, weight, bias, batches, grad):
+        return torch.addmm(bias, x, weight.t(), beta=0.5, alpha=2), torch.bmm(x.expand(2, 128, 96), batches), grad.t() @ x, x[:4, :4] @ x[:4, :4].t()
+
+    step = step_graph(several, x, weight, bias, batches, grad)
+    text = text_of(step, x, weight, bias, batches, grad)
+    assert text.count('custom_call_target="gacc_product"') == 3
+    assert "transpose(" not in text
+    check_lowering(several, x, weight, bias, batches, grad, step=step)
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+def test_a_bf16_step_trains_with_the_kernel(strategy, monkeypatch):
+    """As with XLA's products, whose gradients are as exact, and as plain PyTorch in fp32."""
+    monkeypatch.setattr(cpu_products, "LEAST_OPERATIONS", 0)
+    model, batches = zoo.MODELS["gpt2"]()[0], batches_of("gpt2", 2)
+    start, reference = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    expected, sgd = train(reference, batches, lambda model: torch.optim.SGD(model.parameters(), lr=0.05)), {}
+    for native in (True, False):
+        monkeypatch.setattr(products, "is_native", lambda dtype, native=native: native)
+        trained = compiled(copy.deepcopy(model), strategy, precision="bf16")
+        with captured_once("bf16 products"):
+            losses = train(trained, batches, lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        assert losses == pytest.approx(expected, rel=2e-2)
+        assert ("gacc_product" in trained.programs[0].program.hlo_text()) == native
+        sgd[native] = trained.state_dict()
+    for name, value in reference.state_dict().items():
+        moved = value - start[name]
+        errors = [relative_error(sgd[native][name] - start[name], moved) for native in (True, False)]
+        assert errors[0] <= max(2 * errors[1], RELATIVE[torch.bfloat16]), f"{name}: {errors}"
