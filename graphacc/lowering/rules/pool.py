@@ -125,14 +125,25 @@ _MOST_SLICES = 32
 
 
 def _window_sum(window, x):
-    padded = window.pad(x, 0)
+    """Sums of all windows: of few elements as a sum of slices, of many one dim after the other."""
     if math.prod(window.kernel) <= _MOST_SLICES:
+        padded = window.pad(x, 0)
         return sum(window.read(padded, offset) for offset in window.offsets())
-    lead = (1,) * (x.ndim - window.spatial)
-    result = lax.reduce_window(
-        padded, np.zeros((), x.dtype), lax.add, lead + tuple(window.kernel), lead + tuple(window.stride), "VALID"
-    )
-    return result[(..., *(slice(n) for n in window.out))]
+    for dim in range(window.spatial):
+        x = _sum_along(window, x, dim)
+    return x
+
+
+def _sum_along(window, x, dim):
+    """Sums along one spatial dim. A window may be much longer than the dim: what it reads beyond is not there to be added."""
+    axis = x.ndim - window.spatial + dim
+    size, out, kernel, stride, padding = (of[dim] for of in (window.size, window.out, window.kernel, window.stride, window.padding))
+    if padding >= (out - 1) * stride and kernel - padding >= size:  # the last and the first window cover everything
+        return jnp.broadcast_to(jnp.sum(x, axis, keepdims=True), (*x.shape[:axis], out, *x.shape[axis + 1 :]))
+    ones, pads = [1] * x.ndim, [(0, 0)] * x.ndim
+    pads[axis] = padding, max((out - 1) * stride + kernel - padding - size, 0)
+    sizes, strides = ([*ones[:axis], value, *ones[axis + 1 :]] for value in (kernel, stride))
+    return lax.slice_in_dim(lax.reduce_window(x, np.zeros((), x.dtype), lax.add, sizes, strides, pads), 0, out, axis=axis)
 
 
 def _avg_pool(spatial, ctx, x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
