@@ -88,7 +88,7 @@ def _im2col(x, kernel_size, dilation, padding, stride):
         patches = lax.conv_general_dilated_patches(
             x, tuple(kernel_size), tuple(stride), pads, rhs_dilation=tuple(dilation), precision=lax.Precision.HIGHEST
         )
-        return patches.reshape(*patches.shape[:2], -1)
+        return patches.reshape(*patches.shape[:2], math.prod(patches.shape[2:]))
     padded = jnp.pad(x, [(0, 0), (0, 0), *((p, p) for p in padding)])
     reach = [size - d * (k - 1) for size, d, k in zip(padded.shape[2:], dilation, kernel_size)]
     slices = [
@@ -97,7 +97,7 @@ def _im2col(x, kernel_size, dilation, padding, stride):
         for column in range(kernel_size[1])
     ]
     patches = jnp.stack(slices, axis=2)  # [N, C, kh · kw, rows, columns]
-    return patches.reshape(x.shape[0], x.shape[1] * len(slices), -1)
+    return patches.reshape(x.shape[0], x.shape[1] * len(slices), math.prod(patches.shape[3:]))
 
 
 @register("aten.col2im.default")
