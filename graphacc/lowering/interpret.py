@@ -107,16 +107,21 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:
             if str(node.target) in REREADING:
-                for operand in node.all_input_nodes:
-                    if operand.op == "call_function" and operand not in fenced and isinstance(operand.meta.get("val"), torch.Tensor):
-                        env[operand] = read_often(env[operand])  # also for its later readers
-                        fenced.add(operand)
+                _fence_operands(node, env, fenced)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             value = _run_node(node, args, kwargs)
             env[node] = settled(value) if node in compared else value
         for dead in last_use.get(node, ()):
             del env[dead]
     raise AssertionError("a torch.fx graph ends in an output node")
+
+
+def _fence_operands(node: torch.fx.Node, env: dict, fenced: set[torch.fx.Node]) -> None:
+    """Have the computed operands of a node in memory; their later readers read them there, too."""
+    for operand in node.all_input_nodes:
+        if operand.op == "call_function" and operand not in fenced and isinstance(operand.meta.get("val"), torch.Tensor):
+            env[operand] = read_often(env[operand])
+            fenced.add(operand)
 
 
 def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:

@@ -10,6 +10,7 @@ Legend: B batch, M, N rows and columns of a result, K contracted, G groups, S ro
 """
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,10 +53,11 @@ def is_read_transposed(node: object) -> bool:
     ndim = node.meta["val"].ndim
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     for user in node.users:
+        operands: Any = user.args
         if str(user.target) == "aten.permute.default":
-            if [dim % ndim for dim in user.args[1]] != swapped:
+            if [dim % ndim for dim in operands[1]] != swapped:
                 return False
-        elif str(user.target) != "aten.transpose.int" or sorted(dim % ndim for dim in user.args[1:]) != [ndim - 2, ndim - 1]:
+        elif str(user.target) != "aten.transpose.int" or sorted(dim % ndim for dim in operands[1:]) != [ndim - 2, ndim - 1]:
             return False
     return True
 

@@ -88,6 +88,7 @@ def _max_pool(spatial, ctx, x, kernel_size, stride=(), padding=0, dilation=1, ce
         better = inside & ((value > best) | (index < 0))
         better = better | (inside & jnp.isnan(value)) if is_float(x) else better
         best, index = jnp.where(better, value, best), jnp.where(better, position, index)
+    assert index is not None, "a window has at least one element"
     return best, computed_once(index).astype(np.int64)
 
 
