@@ -1,5 +1,9 @@
 #include "isa.h"
 
+#ifdef GACC_X86
+#include <cpuid.h>
+#endif
+
 #include "error.h"
 #include "gacc.h"
 
@@ -16,6 +20,22 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl");
+}
+
+struct Features {  // of CPUID leaf 7, in Intel's names
+  bool avx512_bf16 = false, avx512_fp16 = false, amx_bf16 = false, amx_fp16 = false;
+
+  Features() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx512_fp16 = d >> 23 & 1, amx_bf16 = d >> 22 & 1;
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avx512_bf16 = a >> 5 & 1, amx_fp16 = a >> 21 & 1;
+  }
+};
+
+const Features& features() {
+  static const Features found;
+  return found;
 }
 #endif
 
@@ -68,6 +88,14 @@ int32_t best_isa() {
   while (!choices[isa].available()) --isa;
   return isa;
 }
+
+#ifdef GACC_X86
+bool cpu_multiplies_bf16() { return has_avx512() && (features().avx512_bf16 || features().amx_bf16); }
+bool cpu_multiplies_f16() { return has_avx512() && (features().avx512_fp16 || features().amx_fp16); }
+#else
+bool cpu_multiplies_bf16() { return false; }
+bool cpu_multiplies_f16() { return false; }
+#endif
 
 }  // namespace gacc
 

@@ -15,4 +15,8 @@ const FlashKernels* find_flash_kernels(int32_t isa);
 // The fastest instruction set that this CPU runs.
 int32_t best_isa();
 
+// Whether this CPU has instructions that multiply these without converting them to fp32 first.
+bool cpu_multiplies_bf16();
+bool cpu_multiplies_f16();
+
 }  // namespace gacc

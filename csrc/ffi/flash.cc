@@ -4,26 +4,17 @@
 #include <thread>
 
 #include "gacc.h"
+#include "handler.h"
 #include "isa.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-using Array = ffi::AnyBuffer;
+using gacc::Array;
+using gacc::dtype_of;
+using gacc::invalid;
 using Numbers = ffi::Span<const int64_t>;
-
-ffi::Error invalid(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, what); }
-
-int32_t dtype_of(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F32: return GACC_F32;
-    case ffi::DataType::BF16: return GACC_BF16;
-    case ffi::DataType::F16: return GACC_F16;
-    default: return GACC_NONE;  // refused by gacc_flash_*
-  }
-}
 
 template <typename Element>
 const Element* optional(const Array& array) {
@@ -129,11 +120,6 @@ auto with_options(Binding&& binding) {
 }
 
 }  // namespace
-
-// The library hides its symbols, and XLA's macro sets no visibility.
-#define GACC_FFI_HANDLER(name, function, binding)  \
-  GACC_API XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding)
 
 GACC_FFI_HANDLER(gacc_flash_forward_ffi, forward,
                  with_options(ffi::Ffi::Bind()

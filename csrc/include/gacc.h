@@ -6,10 +6,10 @@
 
 #include <stdint.h>
 
-#define GACC_ABI_VERSION 3
+#define GACC_ABI_VERSION 4
 #define GACC_API extern "C" __attribute__((visibility("default")))
 
-enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2, GACC_F16 = 3 };
+enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2, GACC_F16 = 3, GACC_F64 = 4 };
 
 // The hyperparameters of one parameter group, as torch.optim.AdamW names them.
 struct gacc_adam_group {
@@ -88,6 +88,11 @@ GACC_API int32_t gacc_flash_forward(const gacc_attention* attention, void* out, 
 GACC_API int32_t gacc_flash_backward(const gacc_attention* attention, const void* grad, const void* out, const float* lse,
                                      void* grad_q, void* grad_k, void* grad_v, float* grad_bias, int32_t isa,
                                      int32_t num_threads);
+
+// Whether the torch of this process has the products that the custom calls gacc_product, gacc_grouped and gacc_grouped_outer use, and whether
+// this CPU has instructions for products of a dtype; without them a product of fp32 copies is faster.
+GACC_API int32_t gacc_has_products(void);
+GACC_API int32_t gacc_multiplies_natively(int32_t dtype);
 
 // For the files of serialised CUDA executables (graphacc/runtime/replan/riegeli.py): a hash under a key of four numbers, and the
 // decompression of a raw Snappy block that must give exactly `out_size` bytes.

@@ -7,7 +7,6 @@ Legend: B batch, H query heads, G key/value heads, T query length, S key length,
 
 import ctypes
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
@@ -123,13 +122,3 @@ def _pointer(x: Tensor | None) -> ctypes.c_void_p:
 
 def _isa(name: str | None) -> ctypes.c_int32:
     return ctypes.c_int32(library.available_isas()[library.default_isa() if name is None else name])
-
-
-@functools.cache
-def register_xla_targets() -> None:
-    """Tell JAX about the custom calls, once per process, at the first lowering that needs them."""
-    import jax
-
-    native = library.load()
-    for name in (FORWARD, BACKWARD):  # the target of the custom call has the name of the C function
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(native, f"{name}_ffi")), platform="cpu")

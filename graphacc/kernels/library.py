@@ -12,7 +12,7 @@ import graphacc
 from graphacc.errors import GraphAccError
 
 FILE_NAME = "libgraphacc_cpu.so"
-ABI_VERSION = 3
+ABI_VERSION = 4
 REMEDY = "run `pip install .` (or `pip install -e .` to develop) in the source tree"
 
 
@@ -51,6 +51,14 @@ def call(function: str, *args) -> None:
     library = load()
     if getattr(library, function)(*args) != 0:
         raise ValueError(f"{function}: {library.gacc_last_error().decode()}")
+
+
+@functools.cache
+def register_xla_target(name: str) -> None:
+    """Tell JAX about the custom call `name` on the CPU, once per process, at the first lowering that needs it."""
+    import jax
+
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(load(), f"{name}_ffi")), platform="cpu")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from graphacc._compat.jax_ import x64
 from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
 from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
+from graphacc.lowering.fence import REREADING, read_often
 from graphacc.lowering.registry import Context, find, reason
 from graphacc.lowering.settled import compared_with_themselves, settled
 
@@ -95,6 +96,7 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
     last_use, compared = _last_uses(graph), compared_with_themselves(graph)
     inputs = iter(arrays)
     env: dict[torch.fx.Node, object] = {}
+    fenced: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(inputs)
@@ -104,12 +106,22 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:
+            if str(node.target) in REREADING:
+                _fence_operands(node, env, fenced)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             value = _run_node(node, args, kwargs)
             env[node] = settled(value) if node in compared else value
         for dead in last_use.get(node, ()):
             del env[dead]
     raise AssertionError("a torch.fx graph ends in an output node")
+
+
+def _fence_operands(node: torch.fx.Node, env: dict, fenced: set[torch.fx.Node]) -> None:
+    """Have the computed operands of a node in memory; their later readers read them there, too."""
+    for operand in node.all_input_nodes:
+        if operand.op == "call_function" and operand not in fenced and isinstance(operand.meta.get("val"), torch.Tensor):
+            env[operand] = read_often(env[operand])
+            fenced.add(operand)
 
 
 def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.fx
-from jax import lax
+
+from graphacc.lowering.fence import computed_once
 
 _COMPARISONS = frozenset(f"aten.{name}.Tensor" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
 _KEEPING = frozenset(
@@ -47,13 +48,5 @@ def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def settled(x: jax.Array) -> jax.Array:
-    """`x` as an array that is computed once and read by all."""
-    if x.size == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.platform_dependent(x, cpu=_behind_a_branch, default=lax.optimization_barrier)
-
-
-def _behind_a_branch(x: jax.Array) -> jax.Array:
-    """XLA:CPU drops optimization barriers before it fuses, but fuses nothing across a branch; this one is never taken."""
-    first = x[(0,) * x.ndim]
-    return lax.cond(jnp.isnan(first) & jnp.isinf(first), lambda x: -x, lambda x: x, x)
+    """`x` as an array that is computed once and read by all; integers are exact wherever they are computed."""
+    return computed_once(x) if jnp.issubdtype(x.dtype, jnp.floating) else x

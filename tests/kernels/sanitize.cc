@@ -1,13 +1,18 @@
-// Runs the attention and Adam kernels over odd shapes, from several threads at once, and minimum cuts; built by tests/sanitizers.sh.
+// Runs the attention and Adam kernels over odd shapes, from several threads at once, products in pieces, and minimum cuts; built by
+// tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <thread>
 #include <vector>
 
 #include "gacc.h"
 #include "order.h"
+#include "products.h"
+#include "tasks.h"
 
 namespace {
 
@@ -133,6 +138,88 @@ void cuts() {
   }
 }
 
+// Multiplies a piece as torch's kernels do, which are not here.
+bool multiply(const gacc::Piece& p) {
+  const float *a = static_cast<const float*>(p.a), *b = static_cast<const float*>(p.b);
+  float* out = static_cast<float*>(p.out);
+  for (int64_t i = 0; i < p.m; ++i) {
+    for (int64_t j = 0; j < p.n; ++j) {
+      float sum = 0;
+      for (int64_t l = 0; l < p.k; ++l) sum += a[i * p.a_strides[0] + l * p.a_strides[1]] * b[l * p.b_strides[0] + j * p.b_strides[1]];
+      out[i * p.out_stride + j] = sum;
+    }
+  }
+  return true;
+}
+
+// An array of floats to the byte, so that a read or write beyond it is seen.
+struct Floats {
+  int64_t numel;
+  std::unique_ptr<float[]> data;
+  explicit Floats(int64_t numel) : numel(numel), data(new float[static_cast<size_t>(numel)]) {
+    for (int64_t i = 0; i < numel; ++i) data[static_cast<size_t>(i)] = random_number();
+  }
+};
+
+void expect_equal(const Floats& got, const std::vector<float>& expected) {
+  for (int64_t i = 0; i < got.numel; ++i) {
+    if (got.data[static_cast<size_t>(i)] == expected[static_cast<size_t>(i)]) continue;
+    std::fprintf(stderr, "element %lld of a product is wrong\n", static_cast<long long>(i));
+    std::abort();
+  }
+}
+
+// The pieces on helpers of which some come early, some late and some after everything is done.
+void run_pieces(const std::vector<gacc::Piece>& pieces) {
+  std::vector<std::thread> helpers;
+  const auto schedule = [&](auto helper) { helpers.emplace_back(helper); };
+  const bool good = gacc::run_tasks(static_cast<int64_t>(pieces.size()), 4, schedule, [&](int64_t i) { return multiply(pieces[static_cast<size_t>(i)]); });
+  if (!good) std::abort();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+void products() {
+  const auto at = [](const Floats& x, int64_t i) { return x.data[static_cast<size_t>(i)]; };
+  for (int form = 0; form < 4; ++form) {
+    const bool ta = form & 1, tb = form & 2;
+    const int64_t batch = 1 + form, m = 37 + 90 * form, n = 130, k = 97;
+    const Floats a(batch * m * k), b(batch * k * n), out(batch * m * n);
+    run_pieces(gacc::cut_product({a.data.get(), b.data.get(), out.data.get(), batch, m, n, k, ta, tb, GACC_F32}, 4));
+    std::vector<float> expected(static_cast<size_t>(batch * m * n));
+    for (int64_t i = 0; i < batch * m * n; ++i) {
+      const int64_t s = i / (m * n), row = i / n % m, column = i % n;
+      for (int64_t l = 0; l < k; ++l) {
+        expected[static_cast<size_t>(i)] += at(a, s * m * k + (ta ? l * m + row : row * k + l)) * at(b, s * k * n + (tb ? column * k + l : l * n + column));
+      }
+    }
+    expect_equal(out, expected);
+  }
+  // Groups: empty, one that holds most rows, rows of none, ends that decrease or point beyond the rows.
+  const std::vector<std::vector<int32_t>> all_ends = {{0, 3, 3, 190, 200}, {200, 0, -5, 200, 200}, {50, 9999, 60, 70, 80}, {}};
+  for (const std::vector<int32_t>& ends : all_ends) {
+    const int64_t num_groups = static_cast<int64_t>(ends.size()), rows = 211, k = 65, n = 84;
+    const gacc::Groups groups{ends.data(), num_groups, rows};
+    const Floats x(rows * k), weight(num_groups * k * n), grad(rows * n), out(rows * n), outer(num_groups * k * n);
+    std::vector<float> expected(static_cast<size_t>(rows * n)), expected_outer(static_cast<size_t>(num_groups * k * n));
+    int64_t start = 0;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const int64_t end = std::min<int64_t>(std::max<int64_t>(ends[static_cast<size_t>(g)], start), rows);
+      for (; start < end; ++start) {
+        for (int64_t j = 0; j < n; ++j) {
+          for (int64_t l = 0; l < k; ++l) {
+            expected[static_cast<size_t>(start * n + j)] += at(x, start * k + l) * at(weight, (g * n + j) * k + l);
+            expected_outer[static_cast<size_t>((g * k + l) * n + j)] += at(x, start * k + l) * at(grad, start * n + j);
+          }
+        }
+      }
+    }
+    run_pieces(gacc::cut_grouped(x.data.get(), weight.data.get(), out.data.get(), groups, n, k, true, GACC_F32, 4));
+    expect_equal(out, expected);
+    run_pieces(gacc::cut_grouped_outer(x.data.get(), grad.data.get(), outer.data.get(), groups, k, n, GACC_F32, 4));
+    expect_equal(outer, expected_outer);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -147,6 +234,7 @@ int main() {
     adam(isa, 4);
   }
   cuts();
+  products();
   std::printf("%d Snappy blocks of 4000 were whole\n", records());
   // Several callers at once, as XLA's virtual devices are.
   state = 1;

@@ -16,6 +16,8 @@ from training import assert_parity, batches_of, compiled, train
 
 import graphacc
 from graphacc import P
+from graphacc.kernels import products
+from graphacc.lowering.rules import cpu_products
 
 pytestmark = pytest.mark.lazy
 
@@ -99,7 +101,10 @@ def test_dropout_drops_the_same_everywhere(own):
     assert dropped("lazy", None, own=own)[0] != pytest.approx(expected[0], rel=1e-5)
 
 
-def test_bf16_runs_the_kernel_in_bf16():
+def test_bf16_runs_the_kernel_in_bf16(monkeypatch):
+    """And no product by a custom call, whose operands XLA's partitioner would gather; the same gate takes all products of torch.fx's programs."""
+    monkeypatch.setattr(products, "is_native", lambda dtype: True)
+    monkeypatch.setattr(cpu_products, "LEAST_OPERATIONS", 0)
     batches = batches_of("llama", 2)
     model, _ = zoo.MODELS["llama"]()
     exact = train(copy.deepcopy(model), batches)
@@ -107,6 +112,7 @@ def test_bf16_runs_the_kernel_in_bf16():
     assert train(model, batches) == pytest.approx(exact, rel=2e-2)
     text = model.programs[0].program.hlo_text()
     assert len(re.findall(r"= \(bf16\[.*custom_call_target=\"gacc_flash_forward\"", text)) == zoo.LAYERS
+    assert "gacc_product" not in text
 
 
 class Marks(nn.Module):

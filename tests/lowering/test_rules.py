@@ -1,9 +1,11 @@
 """The meaning of single rules where torch and XLA differ, against eager torch."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers_lowering import check_lowering, run_lowered, step_graph
 from operators_with_gradients import CASES, with_gradient
 
@@ -174,6 +176,30 @@ def test_avg_pool_and_its_gradient(config):
     check_lowering(lambda g, x: aten.avg_pool2d_backward(g, x, *config), torch.randn_like(aten.avg_pool2d(x, *config)), x)
 
 
+@pytest.mark.parametrize("kernel, stride, padding, ceil_mode", [(64, 64, 0, True), (9, 4, 4, False), ((6, 20), (1, 20), (3, 2), True), (12, 1, 6, False)])
+def test_averages_over_windows_that_exceed_the_plane(kernel, stride, padding, ceil_mode):
+    """EfficientNet averages everything by a kernel of its number of channels."""
+    x = torch.randn(2, 3, 9, 11)
+    x[0, 0, 8, 10] = torch.inf
+    pool = functools.partial(F.avg_pool2d, kernel_size=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode, count_include_pad=False)
+    check_lowering(pool, x)
+
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(pool(x).sin().sum(), x)[0]
+
+    check_lowering(gradient, x.clamp(max=3))
+
+
+@pytest.mark.parametrize("kernel, options", [((3, 2), dict(dilation=(1, 2), padding=(2, 1), stride=(2, 1))), (9, dict(padding=4, stride=3)), (1, dict(stride=4))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_and_their_gradient(kernel, options, dtype):
+    x = torch.randn(2, 3, 10, 12).to(dtype)
+    patches = functools.partial(F.unfold, kernel_size=kernel, **options)
+    check_lowering(patches, x)
+    check_lowering(lambda columns: F.fold(columns, (10, 12), kernel, **options), torch.randn(patches(x).shape).to(dtype))
+
+
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (4, 7)])
 def test_adaptive_pools_and_their_gradients(size):
     x = torch.randn(2, 3, 8, 10)
@@ -318,7 +344,6 @@ def test_gradients_of_activations(name):
     check_lowering(gradient, x)
 
 
-F = torch.nn.functional
 GRADIENTS = {
     "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().abs() / 5),
     "bce_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().abs() / 5),

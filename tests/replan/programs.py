@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphacc._compat import jax_ as compat
+from graphacc.lowering.fence import computed_once
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -65,7 +66,7 @@ def branches():
 
 
 def library_calls():
-    """LAPACK through FFI custom calls, FFTs, sorts, top-k, random bits, a scatter."""
+    """LAPACK and a fence through FFI custom calls, FFTs, sorts, top-k, random bits, a scatter."""
 
     def function(a, x, key):
         s = a @ a.T + 8 * jnp.eye(a.shape[0])
@@ -75,7 +76,7 @@ def library_calls():
         top, places = jax.lax.top_k(x, 8)
         ranks = jnp.argsort(x[:, ::-1], axis=1)
         spectrum = jnp.abs(jnp.fft.rfft(jnp.sort(x, axis=1), axis=1)).sum(1)
-        noise = jax.random.normal(jax.random.wrap_key_data(key), x.shape)
+        noise = computed_once(jax.random.normal(jax.random.wrap_key_data(key), x.shape))
         spread = jnp.zeros(x.shape).at[ranks[:, :8] % 64, places % 64].add(top)
         return q @ r + v @ c, w, spectrum, jnp.cumsum(noise * spread, axis=1)
 

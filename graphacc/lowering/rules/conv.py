@@ -3,11 +3,13 @@
 Legend: N batch, C input channels, O output channels, spatial dims in torch's order.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from graphacc.lowering.dtypes import cast
+from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules.matmul import precision
 
@@ -75,22 +77,34 @@ def im2col(ctx, x, kernel_size, dilation, padding, stride):
     return _im2col(x, kernel_size, dilation, padding, stride).reshape(ctx.shape)
 
 
+_MOST_SLICES = 64
+
+
 def _im2col(x, kernel_size, dilation, padding, stride):
-    patches = lax.conv_general_dilated_patches(
-        x if x.ndim == 4 else x[None],
-        tuple(kernel_size),
-        tuple(stride),
-        [(p, p) for p in padding],
-        rhs_dilation=tuple(dilation),
-        precision=lax.Precision.HIGHEST,
-    )
-    return patches.reshape(*patches.shape[:2], patches.shape[2] * patches.shape[3])
+    """Patches as slices of the image, one for each place in the kernel; large kernels as a convolution with one-hot filters, which multiplies zeros."""
+    x = x if x.ndim == 4 else x[None]
+    if math.prod(kernel_size) > _MOST_SLICES:
+        pads = [(p, p) for p in padding]
+        patches = lax.conv_general_dilated_patches(
+            x, tuple(kernel_size), tuple(stride), pads, rhs_dilation=tuple(dilation), precision=lax.Precision.HIGHEST
+        )
+        return patches.reshape(*patches.shape[:2], math.prod(patches.shape[2:]))
+    padded = jnp.pad(x, [(0, 0), (0, 0), *((p, p) for p in padding)])
+    reach = [size - d * (k - 1) for size, d, k in zip(padded.shape[2:], dilation, kernel_size)]
+    slices = [
+        padded[:, :, row * dilation[0] :, column * dilation[1] :][:, :, : reach[0] : stride[0], : reach[1] : stride[1]]
+        for row in range(kernel_size[0])
+        for column in range(kernel_size[1])
+    ]
+    patches = jnp.stack(slices, axis=2)  # [N, C, kh · kw, rows, columns]
+    return patches.reshape(x.shape[0], x.shape[1] * len(slices), math.prod(patches.shape[3:]))
 
 
 @register("aten.col2im.default")
 def _col2im(ctx, columns, output_size, kernel_size, dilation, padding, stride):
     batched = columns if columns.ndim == 3 else columns[None]
     channels = batched.shape[1] // (kernel_size[0] * kernel_size[1])
-    image = jax.ShapeDtypeStruct((batched.shape[0], channels, *output_size), columns.dtype)
+    batched = cast(batched, wide(columns.dtype))
+    image = jax.ShapeDtypeStruct((batched.shape[0], channels, *output_size), batched.dtype)
     transpose = jax.linear_transpose(lambda x: _im2col(x, kernel_size, dilation, padding, stride), image)
-    return transpose(batched)[0].reshape(ctx.shape)
+    return cast(transpose(batched)[0], ctx.dtype).reshape(ctx.shape)

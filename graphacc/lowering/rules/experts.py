@@ -1,4 +1,4 @@
-"""Routing to experts: sorts become one stable sort of the ids and a gather of rows; grouped products are XLA's ragged dots."""
+"""Routing to experts: sorts become one stable sort of the ids and a gather of rows; grouped products are `matmul.grouped_dot`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,12 +36,12 @@ def _expert_offsets(ctx, ids, num_experts):
 
 @register("graphacc.grouped_mm.default")
 def _grouped_mm(ctx, rows, weight, offsets):
-    return grouped_dot(rows, weight, offsets)
+    return grouped_dot(rows, weight, offsets, ctx.node.args[1])
 
 
 @register("graphacc.grouped_mm_weight_grad.default")
 def _grouped_mm_weight_grad(ctx, rows, grad, offsets):
-    return grouped_outer(rows, grad, offsets)
+    return grouped_outer(rows, grad, offsets, ctx.node)
 
 
 def _buckets(ids, per_bucket, num_buckets):

@@ -16,6 +16,7 @@ from jax import lax
 
 from graphacc._compat import jax_ as compat
 from graphacc.kernels import flash_attention as kernels
+from graphacc.kernels.library import register_xla_target
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules import flash_cudnn
@@ -96,7 +97,8 @@ def _form(platform, call) -> Form:
 
 def _operands(call):
     """The operands of the custom calls; absent ones have no elements, and the bias has 4 dims."""
-    kernels.register_xla_targets()
+    for name in (kernels.FORWARD, kernels.BACKWARD):
+        register_xla_target(name)
     absent = {name: jnp.zeros(0, dtype) for name, dtype in (("segments", np.int32), ("numbers", np.int64), ("bias", np.float32))}
     bias = absent["bias"]
     if call.bias is not None:

@@ -4,14 +4,17 @@ On hardware with reduced-precision fp32 products (TF32, bf16 passes) the user's 
 decides, as it does in torch: "highest", its default, keeps full fp32.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
+from graphacc._compat import jax_ as compat
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.extremes import largest
 from graphacc.lowering.registry import register
+from graphacc.lowering.rules import cpu_products
 
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
 
@@ -33,26 +36,35 @@ def _matmul(a, b, out_dtype=None):
     return dot(a, b, ((a.ndim - 1,), (b.ndim - 2,)), (batch, batch), out_dtype)
 
 
-def _packed(ctx, a, b):
-    """`a` of a product; on the CPU row by row in memory where it is a transposed view no larger than `b`, as in a weight's gradient xᵀ @ dy.
+def _packed(platform, node, a, b):
+    """`a` of a product of two matrices; on the CPU row by row in memory where it is a transposed view no larger than `b`, as in a weight's gradient xᵀ @ dy.
 
     XLA folds the transposition into its product, whose kernel then reads `a` against the grain: 1.1 to 1.9 times the time on
     AVX2, the more, the larger `b` is beside `a`.
     """
-    rows, columns = a.shape
-    if ctx.node.args[0].meta["val"].stride() != (1, rows) or min(rows, columns) == 1 or a.size > b.size:
+    rows, columns = a.shape[-2:]
+    if platform != "cpu" or a.ndim != 2 or node.meta["val"].stride() != (1, rows) or min(rows, columns) == 1 or a.size > b.size:
         return a
-    return lax.platform_dependent(a, cpu=lax.optimization_barrier, default=lambda x: x)
+    return lax.optimization_barrier(a)
 
 
-@register("aten.mm.default")
+def _product(a, b, nodes, out_dtype=None, *, packed=False):
+    """`_matmul` of the values of two nodes; on the CPU by a custom call where that is faster (`cpu_products`), which sums in fp32 and rounds once."""
+
+    def on(platform, a, b):
+        if platform == "cpu" and cpu_products.takes_product(a, b):
+            swapped = [cpu_products.is_transposed_view(node) for node in nodes]
+            return [cast(cpu_products.product(a, b, a_transposed=swapped[0], b_transposed=swapped[1]), dtype)]
+        return [_matmul(_packed(platform, nodes[0], a, b) if packed else a, b, out_dtype)]
+
+    dtype = np.dtype(a.dtype if out_dtype is None else out_dtype)
+    result = jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[-1]), dtype)
+    return compat.lowered_for_platform(on, [result], a, b)[0]
+
+
+@register("aten.mm.default", "aten.bmm.default")
 def mm(ctx, a, b):
-    return _matmul(_packed(ctx, a, b), b)
-
-
-@register("aten.bmm.default")
-def _bmm(ctx, a, b):
-    return _matmul(a, b)
+    return _product(a, b, ctx.node.args[:2], packed=True)
 
 
 @register("aten.mm.dtype", "aten.bmm.dtype")
@@ -92,7 +104,7 @@ def _add_scaled(ctx, x, product, beta, alpha):
 
 @register("aten.addmm.default", "aten.baddbmm.default")
 def _addmm(ctx, x, a, b, *, beta=1, alpha=1):
-    return _add_scaled(ctx, x, _matmul(a, b, wide(ctx.dtype)), beta, alpha)
+    return _add_scaled(ctx, x, _product(a, b, ctx.node.args[1:3], wide(ctx.dtype)), beta, alpha)
 
 
 @register("aten.addmv.default")
@@ -146,27 +158,43 @@ def _distance(difference, p):
     return jnp.sqrt(jnp.sum(difference * difference, -1)) if p == 2 else jnp.power(jnp.sum(jnp.power(difference, p), -1), 1 / p)
 
 
-def grouped_dot(x, weight, ends):
-    """[S, K] in groups of rows that end at `ends`, times each group's [G, K, N] -> [S, N]; rows beyond the last end give 0."""
-    ends = ends.astype(np.int32)
-    sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
-    return cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)
+def grouped_dot(x, weight, ends, weight_node=None):
+    """[S, K] in groups of rows that end at `ends`, times each group's [G, K, N] -> [S, N]; rows beyond the last end give 0.
+
+    `weight_node` is the node of `weight`, if it has one: where it is a transposed view the array behind it is read.
+    """
+
+    def on(platform, x, weight, ends):
+        if platform == "cpu" and cpu_products.takes_groups(x, weight):
+            return [cpu_products.grouped(x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
+        sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
+        return [cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)]
+
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[2]), x.dtype)
+    return compat.lowered_for_platform(on, [result], x, weight, ends.astype(np.int32))[0]
 
 
-def grouped_outer(x, grad, ends):
-    """The weight gradient of `grouped_dot`: [S, K], [S, N] -> [G, K, N]."""
-    sizes = jnp.diff(ends.astype(np.int32), prepend=np.zeros(1, np.int32))
-    dims = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-    )
-    return cast(
-        lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype
-    )
+def grouped_outer(x, grad, ends, node=None):
+    """The weight gradient of `grouped_dot`: [S, K], [S, N] -> [G, K, N]. `node` is the result's, if it has one: see `is_read_transposed`."""
+
+    def on(platform, x, grad, ends):
+        if platform == "cpu" and cpu_products.takes_groups(x, grad):
+            swapped = cpu_products.is_read_transposed(node)
+            return [cpu_products.grouped_outer(grad, x, ends).mT if swapped else cpu_products.grouped_outer(x, grad, ends)]
+        sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
+        dims = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        product = lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype))
+        return [cast(product, x.dtype)]
+
+    result = jax.ShapeDtypeStruct((ends.shape[0], x.shape[1], grad.shape[1]), x.dtype)
+    return compat.lowered_for_platform(on, [result], x, grad, ends.astype(np.int32))[0]
 
 
 @register("transformers.grouped_mm_fallback.default")
 def _grouped_mm_fallback(ctx, x, weight, offs):
-    return grouped_dot(x, weight, offs)
+    return grouped_dot(x, weight, offs, ctx.node.args[1])
 
 
 @register("transformers.grouped_mm_fallback_backward.default")
@@ -180,9 +208,9 @@ def _grouped_mm(ctx, a, b, offs=None, bias=None, out_dtype=None):
     if offs is None or (a.ndim, b.ndim) == (3, 3):
         result = _matmul(a, b)
     elif (a.ndim, b.ndim) == (2, 3):
-        result = grouped_dot(a, b, offs)
+        result = grouped_dot(a, b, offs, ctx.node.args[1])
     elif (a.ndim, b.ndim) == (2, 2):
-        result = grouped_outer(a.T, b, offs)
+        result = grouped_outer(a.T, b, offs, ctx.node)
     else:
         result = grouped_dot(b.T, jnp.swapaxes(a, 1, 2), offs).T
     return cast(result if bias is None else result + bias, ctx.dtype)

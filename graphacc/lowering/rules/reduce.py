@@ -183,7 +183,12 @@ def _scan(function, ctx, x, dim, *, dtype=None):
     return cast(function(x, axis=dim % x.ndim) if x.ndim else x, ctx.dtype)
 
 
-for _name, _function in {"cumsum": lax.cumsum, "cumprod": lax.cumprod, "logcumsumexp": lax.cumlogsumexp}.items():
+def _cumlogsumexp(x, axis):
+    """XLA:CPU computes JAX's own by windows that repeat the exponentials."""
+    return lax.associative_scan(jnp.logaddexp, x, axis=axis)
+
+
+for _name, _function in {"cumsum": lax.cumsum, "cumprod": lax.cumprod, "logcumsumexp": _cumlogsumexp}.items():
     register(f"aten.{_name}.default")(functools.partial(_scan, _function))
 
 
