@@ -56,6 +56,7 @@ def rebuilt(
     constants = _copy_constants(module, graph, copies, phase, forward_of)
     for node in module.graph.nodes:
         if node.op == "call_function":
+            _leave_out_empty(node)
             copies[node] = copies[node.args[0]] if _is_identity(node) else _copy(graph, node, copies, phase, forward_of)
     results = module.graph.output_node().args[0]
     graph.output(tuple(copies[node] for node in results))
@@ -133,6 +134,20 @@ def _check_lifted(module: fx.GraphModule, replaced: Mapping[int, str]) -> None:
                 f"parameter: a captured "
                 f"step trains registered parameters only. Make it an nn.Parameter attribute of a submodule.\n{where}"
             )
+
+
+def _leave_out_empty(node: fx.Node) -> None:
+    """``cat`` takes an empty tensor of one dim beside tensors of any shape (caches start with one): it adds nothing."""
+    if node.target is not aten.cat.default:
+        return
+    result = node.meta["val"]
+    kept = [operand for operand in node.args[0] if tuple(operand.meta["val"].shape) != (0,)]
+    if not kept or len(kept) == len(node.args[0]) or any(operand.meta["val"].dtype != result.dtype for operand in kept):
+        return
+    if len(kept) == 1:
+        node.target, node.args, node.kwargs = aten.clone.default, (kept[0],), {"memory_format": torch.contiguous_format}
+    else:
+        node.args = (kept, *node.args[1:])
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -301,3 +301,23 @@ def test_printing_in_the_forward_is_said(caplog, capsys):
     assert [record.getMessage().splitlines()[0] for record in caplog.records if "prints" in record.getMessage()] == [
         "graphacc: the forward prints only when it is captured, not in every step"
     ]
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2,tp=2"])
+def test_joining_with_an_empty_tensor(strategy):
+    """Caches of keys and values start with one of one dim, which `torch.cat` takes beside tensors of any shape."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            hidden = torch.relu(self.up(x)).view(8, 2, 4).transpose(1, 2)
+            return self.down(torch.cat([torch.tensor([]), hidden], dim=-2).transpose(1, 2).reshape(8, 8))
+
+    torch.manual_seed(0)
+    reference = Cached()
+    model = compiled(copy.deepcopy(reference), strategy)
+    check_both(reference, model, lambda one, step: one(torch.ones(8, 4) + step).pow(2).mean(), steps=2)
+    assert strategy or "cat" not in str(model.programs[0].graph.graph)
