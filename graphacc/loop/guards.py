@@ -98,7 +98,8 @@ class _Place:
         self.label = label
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
         self.inputs: set[str] = set()  # names whose tensors are inputs of the program
-        self.mutable: list[str] = []  # names whose values can change in place
+        self.mutable: list[str] = []  # names whose values can change in place, but for the empty ones
+        self._empty: list = []  # values that are empty: most are a module's tables of hooks
         self._values: tuple = ()
         self._held: _Held | None = None
 
@@ -124,7 +125,10 @@ class _Place:
 
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
-        self.mutable = [name for name, value in zip(self.names, self._values) if isinstance(value, _MUTABLE)]
+        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, _MUTABLE)]
+        empty = {name for name, value in mutable if isinstance(value, _CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
+        self._empty = [value for name, value in mutable if name in empty]
+        self.mutable = [name for name, _ in mutable if name not in empty]
         self._held = None
 
     @property
@@ -147,7 +151,7 @@ class _Place:
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
         same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
-        return same and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
+        return same and not any(self._empty) and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
