@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
+
+from graphacc.errors import CaptureError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -42,7 +45,15 @@ def borrowed(model: nn.Module):
     """Restore every attribute of every submodule at the end of the block, also after an exception.
 
     Tensors are put back by reference: nothing is copied, so the block must not write into the model's own tensors.
+
+    Raises:
+        CaptureError: a part of it is no module of Python.
     """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"the submodule {path} is a {type(module).__name__}: TorchScript's code and tensors cannot be captured; use the module that it was made from"
+            )
     saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES}) for module in model.modules()]
     try:
         yield

@@ -150,7 +150,7 @@ def _capture(
 
         results = program(dict(zip((item.name for item in parameters), trained)), forward, given)
         results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
-        return results + [(Kind.BUFFER, item.name, _current(model, item.name).detach()) for item in buffers]
+        return results + [(Kind.BUFFER, item.name, _current(model, item).detach()) for item in buffers]
 
     with borrowed(model), dense_gradients(model), contextlib.ExitStack() as stack:
         stack.enter_context(compiling())
@@ -266,9 +266,16 @@ def _noting(sequence: int) -> Callable[[object], None]:
     return lambda _grads: annotate_nodes({"phase": Phase.BACKWARD, "sequence": sequence})
 
 
-def _current(model: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path)._buffers[attribute]
+def _current(model: nn.Module, item: Named) -> Tensor:
+    path, _, attribute = item.name.rpartition(".")
+    found = model.get_submodule(path)._buffers[attribute]
+    if found is None or (found.shape, found.dtype) != (item.tensor.shape, item.tensor.dtype):
+        now = "None" if found is None else f"{list(found.shape)} {found.dtype}"
+        raise CaptureError(
+            f"the forward makes the buffer {item.name!r} {now} from {list(item.tensor.shape)} {item.tensor.dtype}: what a program keeps from step to step has "
+            "one shape; allocate it at its full size and fill it"
+        )
+    return found
 
 
 def _check_unchanged(step: StepGraph | HloStep) -> None:

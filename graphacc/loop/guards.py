@@ -682,7 +682,7 @@ class Structure:
     """The modules of a model, and which tensors they hold as parameters and buffers."""
 
     def __init__(self, model: nn.Module):
-        self.modules = list(model.modules())
+        self.modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         tables = [vars(module)[table] for module in self.modules for table in ("_modules", "_parameters", "_buffers")]
         self._held = [(table, tuple(table.values())) for table in tables]
 

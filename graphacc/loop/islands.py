@@ -10,6 +10,7 @@ import threading
 import typing
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -128,6 +129,8 @@ def _shapes(args: tuple, kwargs: dict) -> tuple:
 def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The children of a module that are called; those of containers in the place of the containers."""
     for name, child in module.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
         if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{inner}", grandchild) for inner, grandchild in _called_children(child))
         else:

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from training import check_both, compiled
 
+import graphacc
+
 SETTINGS = argparse.Namespace(factor=1.0)
 DEEP = {"a": {"b": {"c": {"d": [1.0]}}}}
 GENERATOR = random.Random(0)
@@ -321,3 +323,33 @@ def test_joining_with_an_empty_tensor(strategy):
     model = compiled(copy.deepcopy(reference), strategy)
     check_both(reference, model, lambda one, step: one(torch.ones(8, 4) + step).pow(2).mean(), steps=2)
     assert strategy or "cat" not in str(model.programs[0].graph.graph)
+
+
+def test_parts_in_torchscript_are_run_by_pytorch():
+    torch.manual_seed(0)
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    reference = nn.Sequential(nn.Linear(4, 4), part)
+    model = compiled(copy.deepcopy(reference), None)
+    check_both(reference, model, lambda one, step: one(torch.ones(8, 4) + step).pow(2).mean(), steps=2, by_pytorch=True)
+
+
+def test_a_buffer_that_grows_is_run_by_pytorch():
+    class Growing(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("bank", torch.zeros(0, 4))
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.bank = torch.cat([self.bank, out.detach().mean(0, keepdim=True)])[-2:]
+            return out + self.bank.mean(0)
+
+    torch.manual_seed(0)
+    reference = Growing()
+    model = compiled(copy.deepcopy(reference), None)
+    check_both(reference, model, lambda one, step: one(torch.ones(8, 4) + step).pow(2).mean(), steps=4, by_pytorch=True)
+
+
+def test_lazy_modules_need_their_shapes():
+    with pytest.raises(graphacc.GraphAccError, match="'weight' has no shape yet: call the model once"):
+        compiled(nn.LazyLinear(4), None)
