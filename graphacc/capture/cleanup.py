@@ -1,5 +1,6 @@
 """A raw trace copied into a graph that a StepGraph may hold: named placeholders, no aliases, no attributes, one kind of meta."""
 
+import typing
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -140,9 +141,9 @@ def _leave_out_empty(node: fx.Node) -> None:
     """``cat`` takes an empty tensor of one dim beside tensors of any shape (caches start with one): it adds nothing."""
     if node.target is not aten.cat.default:
         return
-    result = node.meta["val"]
-    kept = [operand for operand in node.args[0] if tuple(operand.meta["val"].shape) != (0,)]
-    if not kept or len(kept) == len(node.args[0]) or any(operand.meta["val"].dtype != result.dtype for operand in kept):
+    result, operands = node.meta["val"], typing.cast("list[fx.Node]", node.args[0])
+    kept = [operand for operand in operands if tuple(operand.meta["val"].shape) != (0,)]
+    if not kept or len(kept) == len(operands) or any(operand.meta["val"].dtype != result.dtype for operand in kept):
         return
     if len(kept) == 1:
         node.target, node.args, node.kwargs = aten.clone.default, (kept[0],), {"memory_format": torch.contiguous_format}

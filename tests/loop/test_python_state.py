@@ -326,10 +326,11 @@ def test_joining_with_an_empty_tensor(strategy):
 
 
 def test_parts_in_torchscript_are_run_by_pytorch():
-    torch.manual_seed(0)
-    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    reference = nn.Sequential(nn.Linear(4, 4), part)
-    model = compiled(copy.deepcopy(reference), None)
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+
+    reference, model = made(), compiled(made(), None)
     check_both(reference, model, lambda one, step: one(torch.ones(8, 4) + step).pow(2).mean(), steps=2, by_pytorch=True)
 
 
