@@ -104,7 +104,7 @@ def compile(
     if is_compiled(model) or isinstance(model, OnTorchXla):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise GraphAccError(f"{name!r} has no shape yet: call the model once on a batch before graphacc.compile, which gives its lazy modules their shapes")
     _check_choice("capture", capture, CHOICES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
