@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
