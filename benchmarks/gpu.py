@@ -1,0 +1,384 @@
+"""Claim: on one NVIDIA GPU GraphAcc gives PyTorch's results, and more tokens per second than torch.compile with SDPA.
+
+Runs from the source tree with the installed Python, torch and jax, and installs nothing. Every part is a process of its own with a time limit, and
+reports alone: one that fails loses only its own figures. Writes ``gpu.json`` (a line per part) and prints a table. ``--small`` takes small models, which
+a machine without a GPU can run: there it shows that the parts work, and nothing about speed.
+"""
+
+import argparse
+import copy
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PARTS = {}
+"""Name -> (function of the arguments that gives the figures, seconds that it may take)."""
+SECONDS = 570  # of all parts
+
+
+def part(seconds: int):
+    def register(function):
+        PARTS[function.__name__] = function, seconds
+        return function
+
+    return register
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ROOT / "build" / "gpu")))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--small", action="store_true", help="small models, for a machine without a GPU")
+    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each peer")
+    parser.add_argument("--alone", choices=PARTS, help="run one part in this process")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, str(ROOT))
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch's memory is on the same GPU
+    os.environ["USE_TORCH_XLA"] = "0"
+    if args.alone:
+        print(json.dumps(PARTS[args.alone][0](args)))
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + SECONDS
+    with open(args.output / "gpu.json", "w", encoding="utf-8") as file:
+        for name in args.parts:
+            found = run(name, args, min(PARTS[name][1], end - time.monotonic()))
+            file.write(json.dumps(found) + "\n")
+            file.flush()
+            show(found)
+
+
+def run(name: str, args: argparse.Namespace, seconds: float) -> dict:
+    """One part in a process of its own."""
+    if seconds < 5:
+        return {"part": name, "failed": f"not run: {SECONDS} s are over"}
+    command = [sys.executable, __file__, "--alone", name, "--rounds", str(args.rounds), "--output", str(args.output), *["--small"] * args.small]
+    start, log = time.monotonic(), args.output / f"{name}.log"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        log.write_text(f"{_text(error.stdout)}\n{_text(error.stderr)}", encoding="utf-8")
+        return {"part": name, "failed": f"not finished in {seconds:.0f} s", "seconds": seconds}
+    log.write_text(f"{done.stdout}\n{done.stderr}", encoding="utf-8")
+    result = {"part": name, "seconds": round(time.monotonic() - start, 1)}
+    if done.returncode:
+        return result | {"failed": f"exit code {done.returncode}: {done.stderr.strip()[-1500:]}"}
+    return result | json.loads(done.stdout.splitlines()[-1])
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def show(found: dict) -> None:
+    print(f"{found['part']:14} {found.get('seconds', 0):6.1f} s  {'FAILED ' + found['failed'] if 'failed' in found else 'ok'}", flush=True)
+    for name, value in found.items():
+        if name in ("part", "seconds", "failed"):
+            continue
+        if isinstance(value, dict):
+            for key, figure in value.items():
+                print(f"    {key}: {figure}", flush=True)
+        else:
+            print(f"    {name}: {value}", flush=True)
+
+
+# ---- the machine
+
+
+@part(60)
+def environment(args: argparse.Namespace) -> dict:
+    """Versions, and the devices that torch and JAX see."""
+    names = ["torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "transformers", "safetensors", "ortools", "numpy"]
+    versions = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    import jax
+    import torch
+
+    devices = {"torch": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "jax": str(jax.devices())}
+    return {"versions": versions, "devices": devices}
+
+
+@part(240)
+def build(args: argparse.Namespace) -> dict:
+    """The native library, from csrc/, into the source tree."""
+    folder = args.output / "csrc"
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    for command in (
+        ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *generator, "-DCMAKE_BUILD_TYPE=Release"],
+        ["cmake", "--build", str(folder), "--parallel"],
+        ["cmake", "--install", str(folder), "--component", "python", "--prefix", str(ROOT)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
+    from graphacc.kernels import library
+
+    library.load()
+    return {"library": "built and loaded"}
+
+
+# ---- results
+
+
+def _gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=length, use_cache=False, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa"))
+
+
+def _llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int, length: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False, attn_implementation="sdpa"))
+
+
+def _resnet():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10))
+
+
+def _losses(model, batch: dict, steps: int) -> list[float]:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@part(150)
+def parity(args: argparse.Namespace) -> dict:
+    """Three fp32 steps on the device against PyTorch on the CPU: the largest relative difference of losses and of parameters."""
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # no TF32
+    import torch
+
+    import graphacc
+
+    torch.manual_seed(0)
+    tokens = torch.randint(128, (4, 64))
+    text = {"input_ids": tokens, "labels": tokens}
+    images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
+    cases = {"gpt2": (_gpt2(2, 64, 4, 128, 64), text), "llama": (_llama(2, 64, 128, 4, 2, 128, 64), text), "resnet": (_resnet(), images)}
+    figures = {}
+    for name, (model, batch) in cases.items():
+        reference = copy.deepcopy(model)
+        expected = _losses(reference, batch, 3)
+        try:
+            got = _losses(graphacc.compile(model, devices=1, strategy=graphacc.Strategy(), cache_dir=None), batch, 3)
+            losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(got, expected))
+            pairs = zip(model.state_dict().values(), reference.state_dict().values())
+            values = max(((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+            figures[name] = f"losses {losses:.1e}, parameters {values:.1e}{'' if losses < 1e-4 else ': WRONG'}"
+        except Exception as error:
+            figures[name] = f"{type(error).__name__}: {str(error)[:600]}"
+    return {"relative differences": figures}
+
+
+@part(120)
+def attention(args: argparse.Namespace) -> dict:
+    """Attention in bf16 with gradients on the device, for each form, against fp32 PyTorch: error over that of PyTorch's own bf16."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    import graphacc
+
+    class Attend(nn.Module):
+        def __init__(self, causal: bool, kv_heads: int, masked: bool):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(128, 256), nn.Linear(128, 64 * kv_heads), nn.Linear(128, 64 * kv_heads)
+            self.causal, self.kv_heads, self.masked = causal, kv_heads, masked
+
+        def forward(self, x):
+            batch, length, _ = x.shape
+            q, k, v = (one(x).view(batch, length, -1, 64).transpose(1, 2) for one in (self.q, self.k, self.v))
+            mask = (torch.arange(length, device=x.device) < length - 7)[None, None, None].expand(batch, 1, length, length) if self.masked else None
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=self.kv_heads != 4)
+
+    def gradients(model, batch):
+        loss = model(batch).float().pow(2).mean()
+        loss.backward()
+        return [p.grad.float().cpu() for p in model.parameters()]
+
+    figures = {}
+    for name, form in {"causal": (True, 4, False), "full": (False, 4, False), "grouped": (True, 2, False), "masked": (False, 4, True)}.items():
+        torch.manual_seed(0)
+        model, batch = Attend(*form), torch.randn(2, 256, 128)
+        exact = gradients(copy.deepcopy(model), batch)
+        rounded = gradients(copy.deepcopy(model).bfloat16(), batch.bfloat16())
+        try:
+            compiled = graphacc.compile(copy.deepcopy(model), devices=1, strategy=graphacc.Strategy(precision="bf16"), cache_dir=None)
+            errors = [max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact)) for found in (gradients(compiled, batch), rounded)]
+            figures[name] = f"{errors[0]:.1e}, PyTorch's bf16 {errors[1]:.1e}{'' if errors[0] < 2 * errors[1] else ': WRONG'}"
+        except Exception as error:
+            figures[name] = f"{type(error).__name__}: {str(error)[:600]}"
+    return {"relative error of gradients": figures}
+
+
+@part(200)
+def tests(args: argparse.Namespace) -> dict:
+    """The tests marked gpu (planned and unplanned executables give equal bits)."""
+    configuration = args.output / "pytest.ini"
+    configuration.write_text("[pytest]\nmarkers =\n    gpu\n    lazy\n    matrix\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(configuration), "--rootdir", str(ROOT / "tests"), "-m", "gpu", "-p", "no:cacheprovider"]
+    paths = {str(ROOT / "tests"), str(ROOT / "tests" / "replan"), os.environ["PYTHONPATH"]}
+    done = subprocess.run([*command, str(ROOT / "tests" / "replan")], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    print(done.stdout[-3000:], file=sys.stderr)
+    return {"pytest": done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-800:]}
+
+
+@part(40)
+def host_memory(args: argparse.Namespace) -> dict:
+    """Whether arrays move to the host's pinned memory and back, as offload needs it."""
+    import jax
+    import numpy as np
+    from jax.sharding import SingleDeviceSharding
+
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        return {"memories": str(kinds)}
+    values = np.random.default_rng(0).standard_normal((64, 1 << 20), dtype=np.float32)
+    there = jax.device_put(values, SingleDeviceSharding(device, memory_kind="device")).block_until_ready()
+    figures = {"memories": str(kinds)}
+    for kind, source in (("pinned_host", there), ("device", None)):
+        source = host if source is None else source  # noqa: F821 - made in the first round
+        start = time.perf_counter()
+        host = jax.device_put(source, SingleDeviceSharding(device, memory_kind=kind)).block_until_ready()
+        figures[f"to {kind}, GB/s"] = f"{values.nbytes / (time.perf_counter() - start) / 1e9:.1f}"
+    assert (np.asarray(host) == values).all()
+    return {"figures": figures}
+
+
+# ---- speed
+
+
+@dataclasses.dataclass
+class Loop:
+    """A peer's training loop."""
+
+    model: object
+    optimizer: object
+    batch: dict
+    autocast: bool
+
+    def step(self):
+        import torch
+
+        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            loss = self.model(**self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namespace) -> dict:
+    """Milliseconds of a step, a peer after the other in turn."""
+    import jax
+    import torch
+
+    import graphacc
+    from graphacc.costs.hardware import Hardware
+
+    cuda = torch.cuda.is_available()
+    place = "cuda" if cuda else "cpu"
+    torch.manual_seed(0)
+    model = make()
+    count = sum(p.numel() for p in model.parameters())
+    tokens = torch.randint(vocabulary, (batch, length))
+    here = {"input_ids": tokens, "labels": tokens}
+    there = {key: value.to(place) for key, value in here.items()}
+    fused = dict(lr=1e-4, fused=True)
+
+    def eager(compiled: bool):
+        one = copy.deepcopy(model).to(place)
+        return Loop(torch.compile(one) if compiled else one, torch.optim.AdamW(one.parameters(), **fused), there, True)
+
+    def ours(plan: str):
+        one = graphacc.compile(copy.deepcopy(model), devices=1, strategy=graphacc.Strategy(precision="bf16"), memory_plan=plan)
+        return Loop(one, torch.optim.AdamW(one.parameters(), lr=1e-4), here, False)
+
+    peers = {"eager": lambda: eager(False), "torch.compile": lambda: eager(True), "graphacc": lambda: ours("roam"), "graphacc, XLA's plan": lambda: ours("xla")}
+    name = torch.cuda.get_device_name() if cuda else ""
+    chip = next((kind for kind in ("H200", "H100", "A100", "L40S", "B200") if kind in name), None)
+    peak = Hardware.parse(chip).chip.peak_flops("bf16") if chip else None
+    work = 6 * count * batch * length
+    figures = {}
+    for peer, make_loop in peers.items():  # one after the other: four copies of a model of a billion parameters do not fit at once
+        try:
+            figures[peer] = _measured(make_loop, cuda, args.rounds, work, peak, batch * length)
+        except Exception as error:
+            figures[peer] = f"{type(error).__name__}: {str(error)[:600]}"
+        if cuda:
+            torch.cuda.empty_cache()
+        jax.clear_caches()
+    return {"model": f"{count / 1e6:.0f} M parameters, batch {batch} x {length}, bf16", "figures": figures}
+
+
+def _measured(make_loop, cuda: bool, rounds: int, work: float, peak: float | None, tokens: int) -> str:
+    import jax
+    import torch
+
+    start = time.perf_counter()
+    loop = make_loop()
+    float(loop.step())
+    first = time.perf_counter() - start
+    for _ in range(2):
+        float(loop.step())
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        loss = loop.step()
+        if cuda:
+            torch.cuda.synchronize()
+        value = float(loss)  # waits for GraphAcc's program
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    ours = hasattr(loop.model, "_graphacc_engine")
+    memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) if ours else torch.cuda.max_memory_allocated() if cuda else 0
+    if cuda and not ours:
+        torch.cuda.reset_peak_memory_stats()
+    share = f", MFU {work / median / peak:.3f}" if peak else ""
+    return f"{median * 1e3:.1f} ms, {tokens / median:,.0f} tokens/s{share}, peak {memory / 1e9:.2f} GB, first step {first:.0f} s, loss {value:.3f}"
+
+
+@part(240)
+def gpt2(args: argparse.Namespace) -> dict:
+    """GPT-2 of 124 M parameters."""
+    if args.small:
+        return _speed(lambda: _gpt2(2, 64, 4, 512, 128), 512, 2, 128, args)
+    return _speed(lambda: _gpt2(12, 768, 12, 50257, 1024), 50257, 16, 1024, args)
+
+
+@part(280)
+def llama(args: argparse.Namespace) -> dict:
+    """A Llama of a billion parameters."""
+    if args.small:
+        return _speed(lambda: _llama(2, 64, 128, 4, 2, 512, 128), 512, 2, 128, args)
+    return _speed(lambda: _llama(16, 2048, 5632, 32, 8, 32000, 2048), 32000, 4, 2048, args)
+
+
+if __name__ == "__main__":
+    main()
