@@ -343,3 +343,9 @@ def output_of_function(tensor: torch.Tensor) -> int | None:
     """Which output of a torch.autograd.Function a tensor is, in autograd's own graph; None if it is none."""
     with torch._C.DisableTorchFunctionSubclass():
         return None if tensor.grad_fn is None else tensor.output_nr
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs; where torch does not say, ranges are given to it in any case, at some microseconds each."""
+    asked = getattr(torch.autograd, "_profiler_enabled", None)
+    return True if asked is None else asked()

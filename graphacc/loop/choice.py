@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph
+from graphacc.runtime import progress
 from graphacc.runtime.distributed import share
 from graphacc.costs.hardware import Hardware
 from graphacc.search import Plan, Request, Search
@@ -59,9 +60,14 @@ class Choice:
         """
         if not self._is_open:
             return
+        with progress.building("the search for a strategy"):
+            self._settle(engine, joint, update)
+
+    def _settle(self, engine: "Engine", joint: Callable[[], object], update: Callable[[], object] | None) -> None:
         programs = engine.programs
-        graph = joint()
-        step = None if update is None else update()
+        with progress.activity("capture"):
+            graph = joint()
+            step = None if update is None else update()
         if not isinstance(graph, StepGraph):
             self.why_not = "the model was captured by lazy tensors, which give no operators to estimate"
         elif any(compiled.kind != "forward" for compiled in programs.compiled):
@@ -71,7 +77,8 @@ class Choice:
             log.warning("graphacc: no strategy was searched, %s runs: %s", programs.strategy, self.why_not)
             return
         assert isinstance(graph, StepGraph)
-        found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
+        with progress.activity("search"):
+            found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
         if found.startswith(_REFUSED):
             raise StrategyError(found.removeprefix(_REFUSED))
         self._is_open = False

@@ -39,6 +39,8 @@ from graphacc.loop.programs import Compiled, Programs
 from graphacc.loop.promise import NotRecorded, Promise, to_values, written_too_early
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
+from graphacc.runtime import ranges
+from graphacc.runtime.progress import Elapsed
 
 log = logging.getLogger("graphacc")
 
@@ -107,13 +109,6 @@ class ModelCall:
                 return result, engine.guards.read(written.tensors)
         finally:
             _set_training(modules, now)
-
-
-@dataclasses.dataclass
-class Elapsed:
-    """A time that is being measured."""
-
-    seconds: float = 0.0
 
 
 class Engine:
@@ -935,7 +930,7 @@ class Engine:
         Returns:
             Whether it is done; if not, PyTorch's own step has to run, for which everything is on the host.
         """
-        with self.lock:
+        with self.lock, ranges.named("graphacc.step", self.steps + 1):
             binding = self.binding_of(optimizer)
             if binding.by_torch is not None:
                 self.prepare_torch_step(binding)

@@ -8,7 +8,6 @@ the programs of its own stages.
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -20,7 +19,7 @@ from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.programs import STATE_KINDS, Compiled, Programs
 from graphacc.passes.stages import MARK, Segment, cut, marked_places, owner_of, update_places
-from graphacc.runtime import to_device, to_torch
+from graphacc.runtime import progress, ranges, to_device, to_torch
 from graphacc.runtime.devices import select_devices, stage_meshes
 from graphacc.runtime.distributed import process_count
 from graphacc.runtime.exchange import SMALL_BYTES
@@ -145,7 +144,8 @@ class PipelinePrograms(Programs):
     def put(self, compiled: Pipelined, kind: Kind, target: str, value: Tensor) -> None:
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
         mesh = self.meshes[compiled.stage_of(kind, target)]
-        self.state.set(item, to_device(value.to(item.dtype), item, mesh), mesh)
+        with ranges.named("graphacc.upload"):
+            self.state.set(item, to_device(value.to(item.dtype), item, mesh), mesh)
 
     # ---- replicas of parameters that several stages use
 
@@ -176,17 +176,17 @@ class PipelinePrograms(Programs):
     # ---- compiling
 
     def _compile(self, kind: str, reason: str, capture: Callable[[], StepGraph]) -> Pipelined:
-        start = time.perf_counter()
-        graph = capture()
-        captured = time.perf_counter()
+        with progress.activity("capture") as captured:
+            graph = capture()
         if isinstance(graph, HloStep):
             raise StrategyError(
                 f"pp={self.strategy.pp} cuts a graph of operators, but this model was captured by lazy tensors, which give HLO "
                 "alone: use dp, fsdp or tp, or change what FX cannot trace (capture='fx' names the line)"
             )
-        graph, reports = self._passed(graph, self._dims(kind, graph), homes=self.homes)
-        segments = self._cut(kind, graph)
-        seconds = captured - start, time.perf_counter() - captured
+        with progress.activity("passes") as passed:
+            graph, reports = self._passed(graph, self._dims(kind, graph), homes=self.homes)
+            segments = self._cut(kind, graph)
+        seconds = captured.seconds, passed.seconds
         parts = []
         for segment in segments:
             spent = (0.0, 0.0) if parts else (*seconds, reports)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
@@ -27,7 +26,7 @@ from graphacc.passes.batch import default_batch_dims, unsplit_note
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import PassReport, run_passes
 from graphacc.passes.stages import owner_of
-from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
+from graphacc.runtime import Program, TrainState, make_mesh, progress, ranges, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import from_parts, to_codes
@@ -129,10 +128,9 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
-            start = time.perf_counter()
-            with collector.paused(), kept_random_state():
+            with collector.paused(), kept_random_state(), progress.building(f"the {kind} program") as built:
                 self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
-            self.build_seconds += time.perf_counter() - start
+            self.build_seconds += built.seconds
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
             if len(self._by_key) > MAX_PROGRAMS:
@@ -219,8 +217,9 @@ class Programs:
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
-        value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
-        self.state.set(item, to_device(value, item, self.mesh))
+        with ranges.named("graphacc.upload"):
+            value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
+            self.state.set(item, to_device(value, item, self.mesh))
 
     def holds(self, kind: Kind, target: str) -> bool:
         """Whether the devices have a value, as it is."""
@@ -244,16 +243,17 @@ class Programs:
         return {target.rpartition("/")[2]: self.fetch(Kind.STATE, target) for target in self.state_targets(name)}
 
     def _feed(self, item: Input, value: object, mesh: Mesh | None = None) -> jax.Array:
-        if self.local_batch and isinstance(value, Tensor) and tuple(value.shape) != item.shape:
-            return from_parts(value, item, mesh or self.mesh)
-        return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, mesh or self.mesh)
+        with ranges.named("graphacc.upload"):
+            if self.local_batch and isinstance(value, Tensor) and tuple(value.shape) != item.shape:
+                return from_parts(value, item, mesh or self.mesh)
+            return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, mesh or self.mesh)
 
     def _compile(self, kind: str, reason: str, capture: Callable[[], Step]) -> Compiled:
-        start = time.perf_counter()
-        graph = capture()
-        captured = time.perf_counter()
-        graph, reports = self._spread(graph, self._dims(kind, graph))
-        return self._build(kind, reason, graph, self.mesh, captured - start, time.perf_counter() - captured, reports)
+        with progress.activity("capture") as captured:
+            graph = capture()
+        with progress.activity("passes") as passed:
+            graph, reports = self._spread(graph, self._dims(kind, graph))
+        return self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
 
     def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
@@ -325,27 +325,26 @@ class Programs:
         reports: tuple[PassReport, ...] = (),
     ) -> Compiled:
         """Compile the graph of one device for a mesh."""
-        start = time.perf_counter()
-        program = Program.build(
-            graph,
-            mesh,
-            name=kind,
-            cache_dir=self.cache_dir,
-            fast_compile=self.fast_compile,
-            memory_plan=self.memory_plan,
-            plan_seconds=self.plan_seconds,
-        )
+        with progress.activity("compile") as compiled:
+            program = Program.build(
+                graph,
+                mesh,
+                name=kind,
+                cache_dir=self.cache_dir,
+                fast_compile=self.fast_compile,
+                memory_plan=self.memory_plan,
+                plan_seconds=self.plan_seconds,
+            )
+            constants = {item.target: to_device(graph.constants[item.target], item, mesh) for item in graph.inputs if item.target in graph.constants}
         return Compiled(
             kind=kind,
             reason=reason,
             graph=graph,
             program=program,
-            constants={
-                item.target: to_device(graph.constants[item.target], item, mesh) for item in graph.inputs if item.target in graph.constants
-            },
+            constants=constants,
             capture_seconds=capture_seconds,
             pass_seconds=pass_seconds,
-            compile_seconds=time.perf_counter() - start,
+            compile_seconds=compiled.seconds,
             passes=reports,
         )
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from graphacc._compat import jax_ as compat
+from graphacc.runtime import progress
 from graphacc.runtime.compile_cache import CompileCache, PlannedStore
 from graphacc.runtime.replan.api import Candidate, ReplanResult, replan_best
 from graphacc.runtime.replan.figures import FORMAT, MemoryPlan
@@ -76,7 +77,8 @@ def compile_and_replan(
     if _loses_order(first.compiled):
         return _as_compiled(first, "its loops or branches hold collectives, whose order is lost where a program is loaded from bytes")
     others = [functools.partial(compile, schedule, PlannedStore(None, "")) for schedule in schedules[1:]]
-    best = replan_best(first, others, seconds=seconds, **options)
+    with progress.activity("plan of memory"):
+        best = replan_best(first, others, seconds=seconds, **options)
     if best.serialized is not None:
         store.keep(compat.cache_entry(best.serialized, first.seconds), best.plan.to_json())
     return best
@@ -113,7 +115,7 @@ def _compile(lowered: jax.stages.Lowered, compiler_options: CompilerOptions, sch
     """One compilation, with its bytes unless it was loaded from some."""
     start = time.monotonic()
     options = {**compiler_options, SCHEDULER_OPTION: SCHEDULE_PREFIX + schedule} if schedule else compiler_options
-    with compat.persistent_cache(store):
+    with compat.persistent_cache(store), progress.activity("compile"):
         compiled = lowered.compile(compiler_options=dict(options))
     seconds = time.monotonic() - start
     serialized = _bytes_of(compiled) if store.note is None else None
