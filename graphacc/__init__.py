@@ -16,6 +16,8 @@ _PUBLIC = {
     "compile": "graphacc.api",
     "train_step": "graphacc.api",
     "verify": "graphacc.api",
+    "StepLogger": "graphacc.loop.step_logger",
+    "StepMetrics": "graphacc.loop.step_logger",
     "plan": "graphacc.search.model",
     "Plan": "graphacc.search",
     "Hardware": "graphacc.costs.hardware",
@@ -62,6 +64,7 @@ if _typing.TYPE_CHECKING:
         StrategyError,
         VerificationError,
     )
+    from graphacc.loop.step_logger import StepLogger, StepMetrics
     from graphacc.ops.flash_attention import flash_attention
     from graphacc.search import Plan
     from graphacc.search.model import plan

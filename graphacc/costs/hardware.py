@@ -144,6 +144,11 @@ class Hardware:
         """Of one device's memory."""
         return self.chip.memory_bytes - self.reserve_bytes
 
+    @property
+    def has_known_peak(self) -> bool:
+        """Whether the chip's operations per second are measured, or its maker's figures; a CPU's preset is neither."""
+        return self.source != _preset_source("cpu")
+
     def group(self, mesh: Mapping[str, int], axis: str) -> tuple[int, ...]:
         """How many ranks of one group along `axis` share a unit of each level, from inside to outside; the last is the group's size.
 
@@ -370,6 +375,10 @@ PRESETS: dict[str, Preset] = {
 """By the names that `Hardware.parse` reads."""
 
 
+def _preset_source(name: str) -> str:
+    return f"preset {name}, not calibrated"
+
+
 def _preset(text: str, name: str, counts: list[int]) -> Hardware:
     """Args: counts: chips in a host, hosts."""
     preset = PRESETS[name]
@@ -393,7 +402,7 @@ def _preset(text: str, name: str, counts: list[int]) -> Hardware:
         meeting_seconds=preset.meeting_seconds,
         reserve_bytes=preset.reserve_bytes,
         shared_cores=shared,
-        source=f"preset {name}, not calibrated",
+        source=_preset_source(name),
         error=preset.error,
         error_source=preset.error_source,
     )

@@ -91,6 +91,16 @@ def kernels(step: StepGraph) -> dict[torch.fx.Node, Work]:
     return found
 
 
+def flops_by_dtype(step: StepGraph) -> dict[str, float]:
+    """Dtype of products ("bf16", "fp32") -> operations of all that have it."""
+    found: dict[str, float] = {}
+    for node in step.graph.nodes:
+        flops = _product(node)[0] if node.op == "call_function" else 0.0
+        if flops:
+            found[_dtype(node)] = found.get(_dtype(node), 0.0) + flops
+    return found
+
+
 def _union(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.Node, int]]) -> dict[torch.fx.Node, int]:
     """What a call reads, and how much of it at most."""
     union: dict[torch.fx.Node, int] = {}
@@ -131,14 +141,13 @@ def _shares_memory(node: torch.fx.Node) -> bool:
 
 def _product(node: torch.fx.Node) -> tuple[float, tuple[int, int, int] | None]:
     """Operations, and (m, k, n)."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     packet = getattr(node.target, "overloadpacket", None)
+    if node.target not in _OWN and packet not in flop_registry:
+        return 0.0, None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     if node.target in _OWN:
         return _OWN[node.target](args)
-    counter = flop_registry.get(packet)
-    if counter is None:
-        return 0.0, None
-    flops = float(counter(*args, **kwargs, out_val=node.meta["val"]))
+    flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
     return flops, _DIMS[packet](args, node.meta["val"]) if packet in _DIMS else None
 
 

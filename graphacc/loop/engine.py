@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 from graphacc.runtime import ranges
 from graphacc.runtime.progress import Elapsed
+
+if TYPE_CHECKING:
+    from graphacc.loop.step_logger import StepLogger
 
 log = logging.getLogger("graphacc")
 
@@ -154,6 +158,7 @@ class Engine:
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
         self.written: dict[ModelCall, Written] = {}
         self.verifier = Verifier(self)
+        self.observers: "list[StepLogger]" = []  # they measure steps
         self.islands = Islands(self)
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
@@ -989,6 +994,7 @@ class Engine:
     def prepare_torch_step(self, binding: Binding) -> None:
         """Bring to the host what the optimizer's own step reads: gradients and its state. Parameters come when they are read."""
         self._note_eager(f"the step of {type(binding.optimizer).__name__}", binding.by_torch or "")
+        self.steps += 1
         for name in binding.names:
             handle = self.handles[name]
             self.settle_grad(handle)
@@ -1069,6 +1075,7 @@ class Engine:
         feeds = [self._feeds(compiled, tape, microbatch=i) for i in range(count)]
         with self.verifier.watching(compiled, tape):
             parts = self.programs.run_microbatches(compiled, feeds)
+            self.note_run(compiled, count)
             self._mark_stale(compiled)
             tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
             for index in tape.outputs:
@@ -1162,8 +1169,14 @@ class Engine:
         """Bring the host's news to the devices, run, and mark what the program changed."""
         self._upload(compiled, tape)
         fetched = self.programs.run(compiled, self._feeds(compiled, tape, binding=binding))
+        self.note_run(compiled)
         self._mark_stale(compiled)
         return fetched
+
+    def note_run(self, compiled: Compiled, times: int = 1) -> None:
+        """Tell those who measure steps that a program has been started."""
+        for observer in self.observers:
+            observer.ran(compiled, times)
 
     def _feeds(
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None

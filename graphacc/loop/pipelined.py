@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 from torch import Tensor
 
+from graphacc.costs.work import flops_by_dtype
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.hlo import HloStep
@@ -45,6 +46,7 @@ class Pipelined:
     graph: StepGraph  # before it was cut: local along the mesh axes of a stage
     parts: tuple[Compiled, ...]  # one per segment, in order
     programs: tuple[StageProgram, ...]  # the same
+    flops: Mapping[str, float]  # dtype -> operations of products in the captured graph, of one microbatch and all devices together
 
     @property
     def transfer_bytes(self) -> dict[tuple[int, int], int]:
@@ -183,6 +185,7 @@ class PipelinePrograms(Programs):
                 f"pp={self.strategy.pp} cuts a graph of operators, but this model was captured by lazy tensors, which give HLO "
                 "alone: use dp, fsdp or tp, or change what FX cannot trace (capture='fx' names the line)"
             )
+        flops = flops_by_dtype(graph)
         with progress.activity("passes") as passed:
             graph, reports = self._passed(graph, self._dims(kind, graph), homes=self.homes)
             segments = self._cut(kind, graph)
@@ -195,7 +198,7 @@ class PipelinePrograms(Programs):
             StageProgram(part=s.place.part, index=s.place.index, stage=s.place.stage, program=part.program)
             for s, part in zip(segments, parts)
         ]
-        result = Pipelined(kind=kind, reason=reason, graph=graph, parts=tuple(parts), programs=tuple(programs))
+        result = Pipelined(kind=kind, reason=reason, graph=graph, parts=tuple(parts), programs=tuple(programs), flops=flops)
         for item in graph.inputs:
             if item.kind in (Kind.PARAM, Kind.GRAD, Kind.STATE):
                 self.homes.setdefault(item.target, result.stage_of(item.kind, item.target))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from torch import Tensor
 
 from graphacc._compat.random_state import kept_random_state
+from graphacc.costs.work import flops_by_dtype
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop import collector
@@ -57,6 +58,7 @@ class Compiled:
     pass_seconds: float
     compile_seconds: float
     passes: tuple[PassReport, ...] = ()  # what each pass did to the graph
+    flops: Mapping[str, float] | None = None  # dtype -> operations of products in the captured graph, of all devices together; None: it was HLO
 
     @property
     def num_operators(self) -> int:
@@ -251,9 +253,11 @@ class Programs:
     def _compile(self, kind: str, reason: str, capture: Callable[[], Step]) -> Compiled:
         with progress.activity("capture") as captured:
             graph = capture()
+        flops = None if isinstance(graph, HloStep) else flops_by_dtype(graph)
         with progress.activity("passes") as passed:
             graph, reports = self._spread(graph, self._dims(kind, graph))
-        return self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
+        compiled = self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
+        return dataclasses.replace(compiled, flops=flops)
 
     def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""

@@ -212,6 +212,7 @@ class Region:
                 now[name] = programs.state.find(Kind.BUFFER, name)
                 programs.put(compiled, Kind.BUFFER, name, self._buffers[name])
             fetched = programs.run(compiled, feeds, keep_gradients=False)
+            engine.note_run(compiled)
         finally:
             for array, item in now.values():
                 programs.state.set(item, array)

@@ -183,7 +183,7 @@ class Program:
     def _executable(self) -> jax.stages.Compiled:
         return self._compiled
 
-    @property
+    @functools.cached_property
     def memory(self) -> Memory:
         stats = self._executable.memory_analysis()
         return Memory(
