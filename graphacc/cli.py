@@ -5,6 +5,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from graphacc.doctor import add_command as add_doctor_command
 from graphacc.errors import GraphAccError, PlanError, StrategyError
 from graphacc.passes.memory.addresses import solve_addresses
 from graphacc.passes.memory.addresses.picture import save_picture
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--threads", type=int, default=2, metavar="N", help="searches at the same time (default 2)")
     plan.set_defaults(run=_plan_memory)
     add_plan_command(commands)
+    add_doctor_command(commands)
     measure = commands.add_parser(
         "calibrate",
         help="measure this machine's devices, for predictions of time",

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "checkpoints": {"errors", "graph", "loop", "runtime"},
     "report": {"errors", "graph", "strategy", "runtime", "loop", "passes", "passes.memory"},
     "distributed": {"runtime"},
-    "cli": {"errors", "costs", "report", "passes.memory", "search"},
+    "doctor": {"", "cache", "capture", "costs", "errors", "kernels"},
+    "cli": {"doctor", "errors", "costs", "report", "passes.memory", "search"},
     "examples": {"", "runtime"},
 }
 """Folder or module -> what it may import from graphacc; "" is the public package itself."""

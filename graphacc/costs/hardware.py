@@ -147,7 +147,12 @@ class Hardware:
     @property
     def has_known_peak(self) -> bool:
         """Whether the chip's operations per second are measured, or its maker's figures; a CPU's preset is neither."""
-        return self.source != _preset_source("cpu")
+        return self.is_measured or self.chip.name != "cpu"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the constants are no preset's."""
+        return self.source != _preset_source(self.chip.name)
 
     def group(self, mesh: Mapping[str, int], axis: str) -> tuple[int, ...]:
         """How many ranks of one group along `axis` share a unit of each level, from inside to outside; the last is the group's size.
