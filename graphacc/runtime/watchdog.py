@@ -3,8 +3,11 @@
 Every process holds a connection to process 0 and both sides send a beat four times per timeout. The end of a connection (a process
 that crashed or was killed), silence for longer than the timeout (a machine or a network that failed) and a process that says that it
 failed (an exception nobody caught) all mean the same: process 0 tells everyone, and each prints what happened and
-exits with `EXIT_STATUS`. A process that ends without an error says so first. Process 0 publishes its port, and a token
-that connections must show, in JAX's key-value store.
+exits with `EXIT_STATUS`. A process that ends without an error says so first.
+
+Process 0 listens only on the addresses at which the others reach it: each tells, in JAX's key-value store, to what it resolves the host of JAX's service,
+and process 0 answers there with ports and a token that a connection has to show first. Whoever else connects is told nothing and is dropped, at
+the latest after the timeout.
 
 Processes that are all alive can still wait for each other for ever, when they do different things. So a beat tells what its process
 has done of late (see `graphacc.runtime.agreement`): process 0 stops all when two logs differ, or when one process goes on after
@@ -17,6 +20,7 @@ used from Python (jaxlib 0.10.2: bad_cast). They stay on, as a second line.
 import atexit
 import contextlib
 import dataclasses
+import errno
 import hmac
 import json
 import logging
@@ -27,8 +31,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 
-from graphacc._compat.jax_ import DistributedService
+from graphacc._compat.jax_ import DistributedService, KeyNotThere, read_key
 from graphacc.errors import DistributedError
 from graphacc.runtime.agreement import ActionLog, Progress, conflict
 
@@ -37,6 +42,7 @@ EXIT_STATUS = 70
 """Of a process that stops because another one failed (sysexits' EX_SOFTWARE)."""
 
 _KEY = "graphacc/watchdog"
+_MEET_SECONDS = 300.0  # that a process waits for the others to start their watch
 _MAX_LINE = 1 << 16
 _RESTART = "Training cannot go on without it: start all processes again from the last checkpoint"
 _SAME = "Every process must make the same calls in the same order, and as many: start all processes again from the last checkpoint"
@@ -68,10 +74,11 @@ class _Link:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if not data or len(self._rest) > _MAX_LINE:
             return None
-        self.heard = time.monotonic()
+        if self.rank is not None:  # a stranger's bytes do not keep its connection open
+            self.heard = time.monotonic()
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested without end
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 
@@ -79,18 +86,17 @@ class _Link:
 class Watchdog:
     """Watches the other processes from a thread of its own."""
 
-    def __init__(self, rank: int, timeout: float, links: list[_Link], listener: socket.socket | None, token: str):
+    def __init__(self, rank: int, timeout: float, links: list[_Link], listeners: Collection[socket.socket], token: str):
         self.rank = rank
         self.timeout = timeout
         self.links = links
         self.log = ActionLog()
         self._others: dict[int, Progress] = {}  # process -> how far it said that it was
-        self._listener = listener
+        self._listeners = listeners  # of process 0
         self._token = token
         self._selector = selectors.DefaultSelector()
-        for watched in (listener, *(link.connection for link in links)):
-            if watched is not None:
-                self._selector.register(watched, selectors.EVENT_READ)
+        for watched in (*listeners, *(link.connection for link in links)):
+            self._selector.register(watched, selectors.EVENT_READ)
         self._reporting = threading.Lock()
         self._pid = os.getpid()
         self._failing = False  # this process tells the others of its own error, and ends by itself
@@ -106,24 +112,31 @@ class Watchdog:
 
         Args:
             timeout: seconds of silence after which a process counts as dead.
+
+        Raises:
+            DistributedError: another process does not start its watch, or cannot be reached.
         """
         rank = service.process_id
         if rank == 0:
             return cls._serve(service, timeout)
-        port, token = service.client.blocking_key_value_get(_KEY, 60_000).split()
         host = service.address.rpartition(":")[0].strip("[]")  # process 0 is reached there
-        connection = socket.create_connection((host, int(port)), timeout=60)
+        service.client.key_value_set(f"{_KEY}/{rank}", " ".join(_resolved(host)))
+        token, *places = _read(service, f"{_KEY}/{rank}/answer", 0).split()
+        connection = _connected(places)
         connection.settimeout(timeout)  # of sends: one that is stuck must not stop the watch
         link = _Link(connection, 0)
         link.send(kind="hello", token=token, process=rank, name=f"process {rank} (pid {os.getpid()} on {socket.gethostname()})")
-        return cls(rank, timeout, [link], None, token)
+        return cls(rank, timeout, [link], (), token)
 
     @classmethod
     def _serve(cls, service: DistributedService, timeout: float) -> "Watchdog":
-        listener = socket.create_server(("", 0), backlog=service.num_processes)
         token = secrets.token_hex(16)
-        watchdog = cls(0, timeout, [], listener, token)
-        service.client.key_value_set(_KEY, f"{listener.getsockname()[1]} {token}")
+        listeners: dict[str, socket.socket] = {}
+        ranks = range(1, service.num_processes)
+        places = {rank: _listen(listeners, _read(service, f"{_KEY}/{rank}", rank).split(), service.num_processes) for rank in ranks}
+        watchdog = cls(0, timeout, [], tuple(listeners.values()), token)
+        for rank in ranks:
+            service.client.key_value_set(f"{_KEY}/{rank}/answer", " ".join([token, *places[rank]]))
         return watchdog
 
     # ---- the thread
@@ -134,8 +147,9 @@ class Watchdog:
         while True:
             ready = {key.fileobj for key, _ in self._selector.select(pause)}
             now = time.monotonic()
-            if self._listener in ready:
-                self._accept()
+            for listener in self._listeners:
+                if listener in ready:
+                    self._accept(listener)
             for link in [link for link in self.links if link.connection in ready]:
                 self._read(link)
             if now - woken > 2 * pause:  # this process itself stood still, and has not listened
@@ -154,19 +168,26 @@ class Watchdog:
         """Tell the other side how far this process is; with every beat, and when it begins to wait."""
         with self._reporting:  # or an old report could follow the last one
             progress = self.log.progress()
-            for link in list(self.links):
+            for link in self._known_links():
                 link.send(kind="beat", **dataclasses.asdict(progress))
+
+    def _known_links(self) -> list[_Link]:
+        """Those to processes of this run: one that has not shown the token is told nothing, and cannot block by not listening."""
+        return [link for link in self.links if link.rank is not None]
 
     def _compare(self, rank: int) -> None:
         """Process 0 stops all processes where one cannot be doing the same as another."""
         known = self._others | {self.rank: self.log.progress()}
-        for other in sorted(known.keys() - {rank}) if self._listener is not None else ():
+        for other in sorted(known.keys() - {rank}) if self.rank == 0 else ():
             first, second = sorted((rank, other))
             if text := conflict(first, known[first], second, known[second]):
                 self._stop(text, _SAME)
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # it is gone again
+            return
         connection.settimeout(self.timeout)
         self.links.append(_Link(connection, None))
         self._selector.register(connection, selectors.EVENT_READ)
@@ -178,10 +199,10 @@ class Watchdog:
             return
         for message in messages:
             if link.rank is None:
-                if not hmac.compare_digest(str(message.get("token")), self._token):
+                if not hmac.compare_digest(str(message.get("token")).encode(errors="backslashreplace"), self._token.encode()):
                     self._drop(link)
                     return
-                link.rank, link.name = message["process"], message["name"]
+                link.rank, link.name, link.heard = message["process"], message["name"], time.monotonic()
                 self.report()
             elif message["kind"] == "beat":
                 self._others[link.rank] = Progress(count=message["count"], last=tuple(message["last"]), ended=message["ended"])
@@ -203,7 +224,7 @@ class Watchdog:
         """Tell the others, print, and end this process: its main thread may never return from a collective."""
         if self._failing:
             return
-        for link in self.links:
+        for link in self._known_links():
             link.send(kind="failed", text=text, remedy=remedy)
         os.write(2, f"graphacc: process {self.rank} stops: {text}. {remedy}\n".encode())
         _exit(EXIT_STATUS)
@@ -240,10 +261,86 @@ class Watchdog:
 
     def _fail(self, what: str, status: int) -> None:
         self._failing = True
-        for link in self.links:
+        for link in self._known_links():
             link.send(kind="failed", text=f"process {self.rank} (pid {os.getpid()} on {socket.gethostname()}) {what}", remedy=_RESTART)
         logging.shutdown()
         _exit(status)
+
+
+def _read(service: DistributedService, key: str, rank: int) -> str:
+    """What process `rank` writes when it starts its watch."""
+    try:
+        return read_key(service, key, _MEET_SECONDS)
+    except KeyNotThere:
+        raise DistributedError(
+            f"process {rank} has not started to watch the others within {_MEET_SECONDS:.0f} s: every process must call graphacc.distributed.initialize() "
+            "(or graphacc.compile), at about the same time"
+        ) from None
+
+
+def _resolved(host: str) -> list[str]:
+    """The addresses of a host, as this machine sees it."""
+    return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+
+
+def _listen(listeners: dict[str, socket.socket], seen: list[str], backlog: int) -> list[str]:
+    """Listen where a process sees this one; where those are not this machine's addresses (they are forwarded), on the one that faces them.
+
+    Args:
+        listeners: by address; those that are missing are added.
+        seen: to what the other process resolves this one's host.
+
+    Returns:
+        "port@address", of each that the other process can try.
+    """
+    found = [address for address in seen if _listens(listeners, address, backlog)]
+    if not found:
+        found = [address for address in dict.fromkeys(map(_facing, seen)) if address and _listens(listeners, address, backlog)]
+    if not found:
+        raise DistributedError(
+            f"process 0 cannot listen on any address at which the others see it ({', '.join(seen)}): give the coordinator's address by a name or number "
+            "that reaches the machine of process 0"
+        )
+    return [f"{listeners[address].getsockname()[1]}@{address}" for address in found]
+
+
+def _listens(listeners: dict[str, socket.socket], address: str, backlog: int) -> bool:
+    if address not in listeners:
+        try:
+            listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # not of this machine
+                return False
+            raise
+        listener.setblocking(False)  # a connection may be gone again before it is accepted
+        listeners[address] = listener
+    return True
+
+
+def _facing(address: str) -> str | None:
+    """This machine's address on the way to another; nothing is sent."""
+    try:
+        with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _connected(places: list[str]) -> socket.socket:
+    """A connection to the first of "port@address" that answers."""
+    errors = []
+    for place in places:
+        port, _, address = place.partition("@")
+        try:
+            return socket.create_connection((address, int(port)), timeout=60)
+        except OSError as error:
+            errors.append(f"{address}: {error}")
+    raise DistributedError(f"process 0 cannot be reached to be watched ({'; '.join(errors)}): the processes must be able to connect to each other on any port")
 
 
 def _code(status: object) -> int:

@@ -124,6 +124,69 @@ def endless(directory: str) -> None:
             open(os.path.join(directory, f"{graphacc.distributed.process_index()}"), "w").close()
 
 
+def strangers(seconds: str) -> dict:
+    """Others connect to the watchdog of process 0 while both train on; which of them was told something, and what the watch knows afterwards."""
+    import socket
+    import threading
+    import time
+
+    from graphacc.runtime import distributed
+
+    steps = small_steps()
+    next(steps)
+    watchdog = distributed._watchdog
+    places = [listener.getsockname()[:2] for listener in watchdog._listeners]
+    sent, told, elsewhere = [], [], []
+    for address, port in places:
+        for data in STRAYS:
+            sent.append(socket.create_connection((address, port), timeout=float(seconds)))
+            sent[-1].sendall(data)
+        socket.create_connection((address, port)).close()
+        for other in ("127.0.0.2", _own_address()):
+            with socket.socket() as probe:
+                elsewhere.append(probe.connect_ex((other, port)))
+    before = {rank: progress.count for rank, progress in watchdog._others.items()}
+    for _ in range(FURTHER_STEPS):  # both make as many; longer than the timeout
+        time.sleep(float(seconds) / FURTHER_STEPS)
+        next(steps)
+    for connection in sent:
+        try:
+            told.append(connection.recv(100).decode())
+        except ConnectionResetError:
+            told.append("")
+        except TimeoutError:
+            told.append("still open")
+    alive = any(thread.name == "graphacc-watchdog" for thread in threading.enumerate())
+    after = {rank: progress.count for rank, progress in watchdog._others.items()}
+    return {"places": places, "told": told, "elsewhere": elsewhere, "alive": alive, "goes on": [after[rank] > before[rank] for rank in after]}
+
+
+FURTHER_STEPS = 10
+STRAYS = (
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\xff\xfe\x00\n",
+    '{"token": "é"}\n'.encode(),
+    b'{"token": "\\ud800"}\n',
+    b'{"token": 5, "kind": "failed", "text": "x", "remedy": "y"}\n',
+    b"[" * 60_000 + b"\n",
+    b"[1]\n",
+    b"",  # says nothing
+    b"{",  # does not end its line
+)
+
+
+def _own_address() -> str:
+    """This machine's address on the way to others; nothing is sent."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.3"  # there is no other machine
+        return probe.getsockname()[0]
+
+
 def failing() -> None:
     """Process 1 has an error that nobody catches; process 0 goes on."""
     for number in small_steps():
