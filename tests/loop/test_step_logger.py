@@ -190,3 +190,9 @@ def test_tensorboard_has_the_tags(tmp_path):
     for name, value in logger.last.scalars().items():
         assert [event.step for event in events.Scalars(name)] == [2, 3, 4]
         assert events.Scalars(name)[-1].value == pytest.approx(value)
+
+
+@pytest.mark.lazy
+def test_captured_hlo_has_tokens_and_no_mfu():
+    found = logged(compiled(mlp(), None, capture="lazy"), 3)[-1]
+    assert found.mfu is None and found.tokens_per_second * found.step_seconds == pytest.approx(ROWS * WIDTH)
