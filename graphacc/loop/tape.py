@@ -502,6 +502,11 @@ class Tape:
             raise LoopError("backward(): the loss does not depend on any parameter that requires grad")
         if fake.numel() != 1 and gradient is None:
             raise LoopError(f"backward() needs a scalar loss, got shape {list(fake.shape)}: reduce it with .mean() or .sum() first")
+        if self.backward_at is not None and loss.index == self.loss:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: PyTorch has freed what the first backward() of this loss saved; "
+                "say retain_graph=True there, or call the model again"
+            )
         if self.backward_at is not None:
             raise NotRecorded("it is the second backward() of one recording")
         if gradient is not None or create_graph or retain_graph or inputs is not None:

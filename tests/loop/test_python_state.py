@@ -354,3 +354,13 @@ def test_a_buffer_that_grows_is_run_by_pytorch():
 def test_lazy_modules_need_their_shapes():
     with pytest.raises(graphacc.GraphAccError, match="'weight' has no shape yet: call the model once"):
         compiled(nn.LazyLinear(4), None)
+
+
+def test_a_second_backward_of_a_loss_is_an_error_as_in_pytorch():
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    for model in (reference, compiled(copy.deepcopy(reference), None)):
+        loss = model(torch.ones(8, 4)).pow(2).mean()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
