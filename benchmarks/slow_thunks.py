@@ -68,7 +68,7 @@ def profile(name: str, lines: int, steps: int) -> None:
         described |= describe(program.program.hlo_text())
     milliseconds = measure(step, steps, described)
     total = sum(milliseconds.values())
-    print(f"{name} {precision}: {total:.1f} ms inside instructions per step; the model by PyTorch: {model._graphacc_engine.eager or 'no part'}")
+    print(f"{name} {precision}: {total:.1f} ms inside instructions per step; the model by PyTorch: {model._graphacc_engine.by_pytorch.counts or 'no part'}")
     kinds: collections.Counter[str] = collections.Counter()
     for instruction, value in milliseconds.items():
         kinds[kind_of(described[instruction])] += value

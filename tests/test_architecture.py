@@ -30,7 +30,7 @@ def stages() -> dict[str, str]:
     try:
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
-        recorded = [_name(call.function) for call in model._graphacc_engine.pending.calls]
+        recorded = [_name(call.function) for call in model._graphacc_engine.gradients.pending.calls]
         optimizer.step()
     finally:
         Programs._spread = before

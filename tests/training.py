@@ -14,7 +14,7 @@ from zoo import adamw
 
 import graphacc
 from graphacc.capture import FX
-from graphacc.loop.engine import Engine
+from graphacc.loop.execution import Execution
 
 STEPS = 5
 _captures: dict[tuple, object] = {}
@@ -53,7 +53,7 @@ def assert_parity(
 ) -> None:
     """Losses within 1e-5, and every parameter and buffer within 1e-4 of its largest value; and it was no run by PyTorch."""
     engine = getattr(model, "_graphacc_engine", None)  # none where torch_xla's own runtime has the model
-    assert by_pytorch or engine is None or not engine.eager, engine.eager
+    assert by_pytorch or engine is None or not engine.by_pytorch.counts, engine.by_pytorch.counts
     for step, (got, want) in enumerate(zip(losses, expected, strict=True)):
         assert abs(got - want) <= LOSS * max(1.0, abs(want)), f"loss of step {step}: {got}, plain PyTorch {want}"
     got, want = model.state_dict(), reference.state_dict()
@@ -104,19 +104,20 @@ def captured_once(*key: object) -> Iterator[None]:
     A strategy is applied to captured graphs, so a model, its batch and its optimizer give the same ones under all, which
     tests/api/test_parity.py shows (but not with lazy tensors, whose graphs know the strategy). Two fifths of a test's time go into their capture.
     """
-    capture, count = Engine._capture, itertools.count()
+    capture, count = Execution.capture, itertools.count()
 
-    def once(engine: Engine, build_graph: Callable, *arguments) -> object:
+    def once(execution: Execution, build_graph: Callable, *arguments) -> object:
+        engine = execution.engine
         if engine.fallback.backend is not FX:
-            return capture(engine, build_graph, *arguments)
+            return capture(execution, build_graph, *arguments)
         strategy = engine.programs.strategy
         place = (*key, next(count), build_graph.__name__, strategy.precision, strategy.microbatches)
         if place not in _captures:
-            _captures[place] = capture(engine, build_graph, *arguments)
+            _captures[place] = capture(execution, build_graph, *arguments)
         return _captures[place]
 
-    Engine._capture = once
+    Execution.capture = once
     try:
         yield
     finally:
-        Engine._capture = capture
+        Execution.capture = capture

@@ -15,6 +15,9 @@ Result = typing.TypeVar("Result")
 CHOICES = ("auto", "fx", "lazy", "torch_xla")
 """The last one captures nothing: see `graphacc.loop.on_torch_xla`."""
 
+NOT_COMPILED = (CaptureError, LoweringError)
+"""Errors of code that cannot be compiled: PyTorch runs it instead. A GraphError is a defect of a pass, and is not hidden by that."""
+
 _READS_VALUES = 'capture="torch_xla" runs code that follows values of tensors, on torch_xla\'s own runtime and one device'
 
 
@@ -87,3 +90,8 @@ def _note_values(error: GraphAccError, found: GraphAccError) -> None:
     """Say what can be done about a model that reads values of tensors, if that is what was found."""
     if isinstance(found.__cause__, ValueNeeded):
         error.add_note(_READS_VALUES)
+
+
+def explanation(error: Exception) -> str:
+    """What an error says, with its notes."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])

@@ -88,7 +88,7 @@ class Islands:
             return self._divide(path, module, f"it has a backward hook ({hooked})", original, args, kwargs)
         shapes = self._shapes.setdefault(path, set())
         if (key := _shapes(args, kwargs)) not in shapes and len(shapes) >= MAX_SHAPES:
-            with engine.noted_eager(f"the submodule {path} ({type(module).__name__})", _MANY.format(MAX_SHAPES)):
+            with engine.by_pytorch.noted(f"the submodule {path} ({type(module).__name__})", _MANY.format(MAX_SHAPES)):
                 return original(module, *args, **kwargs)
         shapes.add(key)
         self._depth += 1
@@ -112,7 +112,7 @@ class Islands:
         return self._by_pytorch(path, module, original, args, kwargs)
 
     def _by_pytorch(self, path: str, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
-        with self.engine.noted_eager(f"the submodule {path} ({type(module).__name__})", self._why[path]):
+        with self.engine.by_pytorch.noted(f"the submodule {path} ({type(module).__name__})", self._why[path]):
             return original(module, *args, **kwargs)
 
 

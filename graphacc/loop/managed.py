@@ -146,7 +146,7 @@ class Handle:
         """Before another name: the devices hold values, gradients and optimizer state by name, so what they have comes to the host."""
         self.refresh()
         if self.grad is not None and not isinstance(self.grad, _Mark):
-            self.engine.settle_grad(self)
+            self.engine.gradients.settle(self)
         for binding in self.engine.bindings.values():
             self.engine.fetch_optimizer_state(binding)
             binding.state_on_device = False
@@ -189,7 +189,7 @@ class SpentGradient(Tensor):
         spent = [leaf for leaf in leaves if isinstance(leaf, SpentGradient)]
         if func in _CLEARING:
             for gradient in spent:
-                gradient.handle.engine.zero_grad(gradient.handle)
+                gradient.handle.engine.gradients.zero(gradient.handle)
             return args[0]
         if func in _CONVERTING:  # `model.double()` converts gradients, too
             return None if func == Tensor.data.__set__ else args[0]
@@ -367,7 +367,7 @@ def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]
 
 def _get_grad(tensor: Tensor) -> Tensor | None:
     if (handle := handle_of(tensor)) is not None:
-        return handle.engine.read_grad(handle)
+        return handle.engine.gradients.read(handle)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.grad
 
@@ -388,7 +388,7 @@ def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
             f"{handle.name}.grad: a gradient has its parameter's shape and dtype, {list(tensor.shape)} {tensor.dtype}, "
             f"not {list(value.shape)} {value.dtype}"
         )
-    handle.engine.write_grad(handle, value)
+    handle.engine.gradients.write(handle, value)
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__

@@ -87,7 +87,7 @@ class CompiledModule(nn.Module):
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         plans = [f"{c.kind}: {c.program.plan.summary()}" for c in self.programs if c.program.plan is not None]
-        eager = [f"{' '.join(line.strip() for line in text.splitlines()[:2])} ({count} times{self._host_time(text, count)})" for text, count in self._graphacc_engine.eager.items()]
+        eager = [f"{' '.join(line.strip() for line in text.splitlines()[:2])} ({count} times{self._host_time(text, count)})" for text, count in self._graphacc_engine.by_pytorch.counts.items()]
         eager += [str(use) for use in self._graphacc_engine.regions.values()]
         gone = self._graphacc_engine.programs.num_let_go
         kept = [f"{gone} program(s) were let go: at most {MAX_PROGRAMS} are kept"] if gone else []
@@ -99,7 +99,7 @@ class CompiledModule(nn.Module):
         return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)
 
     def _host_time(self, text: str, count: int) -> str:
-        seconds = self._graphacc_engine.eager_seconds.get(text)
+        seconds = self._graphacc_engine.by_pytorch.seconds.get(text)
         return "" if seconds is None else f", {1e3 * seconds / count:.1f} ms on the host each"
 
     def memory(self) -> "Memory":

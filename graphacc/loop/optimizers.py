@@ -257,5 +257,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
     for engine in _engines_of(optimizer):
         engine.torch_steps = False
         engine.verifier.end_of_step()
-        for observer in list(engine.observers):
+        for observer in list(engine.execution.observers):
             observer.stepped()

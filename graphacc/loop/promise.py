@@ -3,7 +3,7 @@
 A torch function on a promise is recorded on its tape and gives new promises, with shapes and dtypes from fake tensors.
 A function that needs the value itself (``item``, ``print``, ``bool``) makes the engine run what is needed. What cannot be
 recorded is run by PyTorch on values: where gradients have to flow through it, the tape's calls are run by PyTorch first, so that
-the values are ordinary results of autograd (see `Engine.run_eagerly`).
+the values are ordinary results of autograd (see `ByPyTorch.run`).
 """
 
 import functools
@@ -181,7 +181,7 @@ def _gradient_from_autograd(tape: "Tape", index: int, gradient: Tensor) -> None:
     """A gradient for a promise comes from autograd's own graph: PyTorch runs the tape's calls, and the gradient flows on through those."""
     if isinstance(gradient, Promise):
         gradient = gradient.tape.value(gradient.index)
-    tape.engine.run_eagerly(tape, "a torch.autograd.Function gives a gradient to a result of the model")
+    tape.engine.by_pytorch.run(tape, "a torch.autograd.Function gives a gradient to a result of the model")
     value = tape.value(index)
     with torch._C.DisableTorchFunctionSubclass():
         try:
@@ -213,11 +213,11 @@ def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: st
     flows = flows or func in _NEEDS_AUTOGRAD or func is Tensor.backward
     for tape in tapes:
         if func in _NEEDS_AUTOGRAD:
-            tape.engine.run_eagerly(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
+            tape.engine.by_pytorch.run(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
         elif (flows and tape.backward_at is None) or func is Tensor.backward:
-            tape.engine.make_differentiable(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
+            tape.engine.by_pytorch.make_differentiable(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
         elif any(isinstance(leaf, Promise) and leaf.tape is tape for leaf in overwritten):
-            tape.engine.finish(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
+            tape.engine.by_pytorch.finish(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
     return run_on_values(func, args, kwargs)
 
 

@@ -49,7 +49,7 @@ def possible(engine: "Engine", tape: Tape | None = None) -> bool:
     """Whether recorded calls can be a region: one program gives the whole batch's results, and its backward comes later."""
     strategy = engine.programs.strategy
     whole = strategy.pp == 1 and strategy.microbatches == 1 and not engine.programs.local_batch and process_count() == 1
-    return whole and engine.fallback.backend is FX and not engine.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
+    return whole and engine.fallback.backend is FX and not engine.by_pytorch.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
 
 
 def run(engine: "Engine", tape: Tape) -> None:
@@ -73,7 +73,7 @@ def run(engine: "Engine", tape: Tape) -> None:
     part = copy.copy(tape)
     part.calls = calls[: len(calls) - len(rest)]
     region = Region(engine, part, engine.name_of(path), outputs)
-    with engine.timed() as found:
+    with engine.by_pytorch.timed() as found:
         region.run()
     tape.has_run = True
     if not path:  # `Engine.call_part` counts the others, with what recording them takes
@@ -82,14 +82,14 @@ def run(engine: "Engine", tape: Tape) -> None:
     if rest and not _run_rest(engine, tape, rest, {index: tape.value(index) for index in outputs}):
         return
     tape.is_eager, tape.region = True, region
-    engine._close(tape)
+    engine.close(tape)
 
 
 def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:
     """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
-    externals = {index: engine._whole_external(tape, index) for call in calls for index in call.externals}
+    externals = {index: tape.whole_external(index) for call in calls for index in call.externals}
     drawn = keyed_randomness(engine.seed, tape.counter)
-    with engine._buffers_kept(True, {}), engine.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
+    with engine.by_pytorch.buffers_kept(True, {}), engine.by_pytorch.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
         tape.replay(calls, env, externals, {name: handle.tensor for name, handle in engine.handles.items()})
     if drawn.count:
         return False
@@ -131,7 +131,7 @@ class Region:
         self._check_unchanged()
         engine.settle_buffers(ahead=tape)
         self._buffers = self._buffers_before()
-        engine._run_forward(tape, self.outputs, keep_buffers=True)
+        engine.execution.run_forward(tape, self.outputs, keep_buffers=True)
         tape.has_run = True
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
             tensors = [*(tape.sources[index] for index in self.inputs), *(handle.tensor for handle in self.handles)]
@@ -141,17 +141,17 @@ class Region:
             tape.fulfil(index, result)
 
     def _check_unchanged(self) -> None:
-        if self.tape.updates != self.engine.updates:
+        if self.tape.updates != self.engine.execution.updates:
             raise LoopError(
                 "backward() reaches a model call whose parameters an optimizer's step has changed since (PyTorch raises an error there, too): "
                 "call the model again after the step, or backward() before it"
             )
-        self.engine.check_parameters_unchanged(self.tape)
+        self.engine.by_pytorch.check_parameters_unchanged(self.tape)
 
     def _buffers_before(self) -> dict[str, Tensor]:
         """Copies of the buffers that forward changes and backward reads (BatchNorm's backward does not read its statistics)."""
         engine = self.engine
-        if not engine._writes_buffers(self.tape):
+        if not engine.writes_buffers(self.tape):
             return {}
         read = engine.buffers_read.get(self._key)  # None until its backward was compiled
         handles = [handle for handle in engine.handles.values() if handle.kind is Kind.BUFFER and (read is None or handle.name in read)]
@@ -190,7 +190,7 @@ class Region:
         """The gradients of the inputs and parameters."""
         self._check_hooks()
         given = {index: grad for index, grad in zip(self.outputs, grads) if grad is not None}
-        with self.engine.lock, self.engine.timed() as time:
+        with self.engine.lock, self.engine.by_pytorch.timed() as time:
             self._check_unchanged()
             fetched = self._run_backward(given)
         self.use.backwards += 1
@@ -200,19 +200,19 @@ class Region:
 
     def _run_backward(self, given: dict[int, Tensor]) -> dict:
         engine, tape, programs = self.engine, self.tape, self.engine.programs
-        capture = lambda: engine._capture(build.vjp_graph, tape, tuple(given), self.inputs, programs.strategy.precision)  # noqa: E731
-        aspects = {**engine._forward_aspects(tape), "results": tuple(given), "inputs": tuple(self.inputs)}
+        capture = lambda: engine.execution.capture(build.vjp_graph, tape, tuple(given), self.inputs, programs.strategy.precision)  # noqa: E731
+        aspects = {**engine.execution.forward_aspects(tape), "results": tuple(given), "inputs": tuple(self.inputs)}
         compiled = programs.get("backward", aspects, capture)
         engine.buffers_read.setdefault(self._key, _buffers_read(compiled))
-        engine._upload(compiled, tape)
-        feeds = engine._feeds(compiled, tape) | {(Kind.BATCH, build.gradient_path(index)): grad for index, grad in given.items()}
+        engine.execution.upload(compiled, tape)
+        feeds = engine.execution.feeds(compiled, tape) | {(Kind.BATCH, build.gradient_path(index)): grad for index, grad in given.items()}
         now = {}
         try:
             for name in self._buffers.keys() & _buffers_read(compiled):
                 now[name] = programs.state.find(Kind.BUFFER, name)
                 programs.put(compiled, Kind.BUFFER, name, self._buffers[name])
             fetched = programs.run(compiled, feeds, keep_gradients=False)
-            engine.note_run(compiled)
+            engine.execution.note_run(compiled)
         finally:
             for array, item in now.values():
                 programs.state.set(item, array)
@@ -230,7 +230,7 @@ class Region:
         with engine.lock, torch.enable_grad():
             self._check_unchanged()
             given = dict(zip(self.inputs, inputs))
-            env = engine._replay_on_host(tape, given, self._buffers)
+            env = engine.by_pytorch.replay(tape, given, self._buffers)
             pairs = [(env[index], grad) for index, grad in zip(self.outputs, grads) if grad is not None and env[index].requires_grad]
             with torch._C.DisableTorchFunctionSubclass():
                 wanted = [*inputs, *(handle.tensor for handle in self.handles)]
@@ -283,10 +283,10 @@ class _Compiled(torch.autograd.Function):
         region: Region = ctx.region
         inputs = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            region.engine.note_differentiated_twice()
+            region.engine.by_pytorch.note_differentiated_twice()
             return None, *region.gradients_by_pytorch(inputs, grads, twice=True)
         try:
             return None, *region.gradients(grads)
         except (CaptureError, LoweringError) as error:
-            region.engine.refuse_region(region.tape, error)
+            region.engine.by_pytorch.refuse_region(region.tape, error)
             return None, *region.gradients_by_pytorch(inputs, grads, twice=False)

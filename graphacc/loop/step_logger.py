@@ -81,12 +81,12 @@ class StepLogger:
         self._peaks: dict[str, float] | None = None  # dtype of products -> operations per second of all devices; {}: not known
         self._begin()
         self._start: float | None = None  # of the steps that are measured; the first one starts the clock
-        self._engine.observers.append(self)
+        self._engine.execution.observers.append(self)
 
     def close(self) -> None:
         """Measure no further steps. The writer is left open."""
-        if self in self._engine.observers:
-            self._engine.observers.remove(self)
+        if self in self._engine.execution.observers:
+            self._engine.execution.observers.remove(self)
 
     def ran(self, compiled: Compiled | Pipelined, times: int) -> None:
         """The engine has started a program, for `times` microbatches."""
@@ -105,7 +105,7 @@ class StepLogger:
 
     def _begin(self) -> None:
         self._start = time.perf_counter()
-        self._built, self._by_torch = self._engine.programs.build_seconds, sum(self._engine.eager.values())
+        self._built, self._by_torch = self._engine.programs.build_seconds, sum(self._engine.by_pytorch.counts.values())
         self._programs: dict[int, tuple[Compiled | Pipelined, int]] = {}  # that ran since, and how often
         self._count = 0
 
@@ -138,7 +138,7 @@ class StepLogger:
         if self._peaks is None:
             self._peaks = self._known_peaks()
         flops = [(compiled.flops, times) for compiled, times in trained]
-        if not self._peaks or not flops or any(one is None for one, _ in flops) or sum(self._engine.eager.values()) != self._by_torch:
+        if not self._peaks or not flops or any(one is None for one, _ in flops) or sum(self._engine.by_pytorch.counts.values()) != self._by_torch:
             return None
         at_peak = sum(count * times / self._peaks[dtype] for one, times in flops for dtype, count in (one or {}).items())
         return at_peak / seconds

@@ -117,7 +117,7 @@ class Tape:
         self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
         self.differentiable: set[int] = set()  # externals that do
         self.num_reads = 0  # of values before backward that took a program
-        self.updates = engine.updates  # of parameters, when the tape began
+        self.updates = engine.execution.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
 
     # ---- recording
@@ -362,6 +362,19 @@ class Tape:
             return False
         return not self.calls or self.calls[-1] is template.calls[len(self.calls) - 1]
 
+    def whole_external(self, index: int) -> Tensor:
+        """A tensor that the loop gave, for code that PyTorch runs.
+
+        Raises:
+            LoopError: programs have only this process's part of it.
+        """
+        if self.externals[index] is not self.sources[index]:
+            raise LoopError(
+                f"{self.external_paths[index]} is this process's part of the batch, and code on gradients that is run outside of the step "
+                'reads it: use batch="global", or leave the gradients unread until optimizer.step()'
+            )
+        return self.externals[index]
+
     def external(self, index: int) -> Tensor:
         """A tensor from outside as the loop gave it, which must still be what it was when it was recorded.
 
@@ -513,7 +526,7 @@ class Tape:
             raise NotRecorded("it has arguments (gradient, retain_graph, create_graph or inputs)")
         self.loss = loss.index
         self.backward_at = len(self.calls)
-        self.engine.backward(self)
+        self.engine.gradients.backward(self)
 
     def live(self) -> list[int]:
         """Value indices, other than the loss, whose promises the user's loop still holds."""

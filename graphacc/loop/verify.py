@@ -348,7 +348,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
             env.clear()
             whole = {i: build.microbatch(tape.sources[i], tape, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
             batch = {i: tensor.clone() for i, tensor in whole.items()}  # the recorded code may write into it
-            with keyed_randomness(engine.microbatch_seed(microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
+            with keyed_randomness(engine.execution.microbatch_seed(microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
                 tape.replay(tape.forward_calls, env, batch, _named(engine.model))
             parts.append({i: env[i].detach().clone() for i in wanted})
             if grads:
@@ -380,7 +380,7 @@ def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         batch = {i: tensor.clone().requires_grad_(i in run.inputs) for i, tensor in run.batch.items()}
         precision = computing_in(engine.programs.strategy.precision, "cpu")
-        with keyed_randomness(engine.microbatch_seed(0), tape.counter), torch.enable_grad(), precision:
+        with keyed_randomness(engine.execution.microbatch_seed(0), tape.counter), torch.enable_grad(), precision:
             tape.replay(tape.forward_calls, env, batch, _named(engine.model))
         wanted = {(Kind.GRAD, name): leaf for name, leaf in leaves.items() if leaf.requires_grad} | {(Kind.USER, f"input {i}"): batch[i] for i in run.inputs}
         pairs = [(env[index], seed.to(env[index].dtype)) for index, seed in run.seeds.items() if env[index].requires_grad]
@@ -407,7 +407,7 @@ def _update(engine: "Engine", run: _Run, start: Values, env: Mapping[int, Tensor
     grads = {name: env[index] if run.kind == "step" else start[Kind.GRAD, name] for name, index in made.items()}
     extras = [run.batch[i].clone() for i in code.external_indices] + [env[i].detach() for i in code.forward_values]
     extras += [start[handle.kind, handle.name].clone() for handle in code.handles]
-    with torch.no_grad(), keyed_randomness(engine.microbatch_seed(0), tape.counter, FIRST_STREAM):
+    with torch.no_grad(), keyed_randomness(engine.execution.microbatch_seed(0), tape.counter, FIRST_STREAM):
         after = code.replay(grads, extras)
         used = {name: grad.clone() for name, grad in code.update_gradients(after).items()}
     values |= {(Kind.USER, str(i)): after[i].detach().clone() for i in code.results}
@@ -584,7 +584,7 @@ def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expect
         if item.kind in STATE_KINDS and (item.kind, item.target) in run.start:
             programs.put(compiled, item.kind, item.target, run.start[item.kind, item.target])
     count = programs.strategy.microbatches if run.kind == "grad" else 1
-    feeds = [engine._feeds(compiled, run.tape, binding=run.binding, microbatch=i if run.kind == "grad" else None) for i in range(count)]
+    feeds = [engine.execution.feeds(compiled, run.tape, binding=run.binding, microbatch=i if run.kind == "grad" else None) for i in range(count)]
     if run.kind == "backward":
         feeds[0] |= {(Kind.BATCH, build.gradient_path(index)): seed for index, seed in run.seeds.items()}
         fetched = programs.run(compiled, feeds[0], keep_gradients=False)

@@ -7,7 +7,7 @@ from selection import with_matrix
 from training import batches_of, check_parity, compiled, train
 
 from graphacc.graph import StepGraph
-from graphacc.loop.engine import Engine
+from graphacc.loop.execution import Execution
 from graphacc.loop.programs import Programs
 
 STRATEGIES = (None, "dp=8", "fsdp=8,zero=1", "fsdp=8,zero=3", "dp=2,fsdp=4")
@@ -39,18 +39,18 @@ class Captured(Exception):
 
 def test_what_is_captured_does_not_depend_on_the_strategy(monkeypatch):
     """So the other tests may capture once (`training.captured_once`)."""
-    capture, found = Engine._capture, {}
+    capture, found = Execution.capture, {}
 
-    def recording(engine, *arguments):
-        step = capture(engine, *arguments)
-        found.setdefault(str(engine.programs.strategy), []).append(described(step))
+    def recording(execution, *arguments):
+        step = capture(execution, *arguments)
+        found.setdefault(str(execution.engine.programs.strategy), []).append(described(step))
         return step
 
     def stop(programs, kind, reason, capture):
         capture()
         raise Captured
 
-    monkeypatch.setattr(Engine, "_capture", recording)
+    monkeypatch.setattr(Execution, "capture", recording)
     monkeypatch.setattr(Programs, "_compile", stop)
     for strategy in (None, "fsdp=4,tp=2,sequence_parallel=true", "dp=2,cp=2,context=ring"):
         model, _ = zoo.MODELS["gpt2"]()

@@ -335,4 +335,4 @@ def test_packed_sequences_are_run_by_pytorch(kind, enforce_sorted):
             losses.append(loss.item())
         assert abs(losses[0] - losses[1]) <= 1e-6
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(reference.state_dict().values(), model.state_dict().values()))
-    assert any("runs by PyTorch" in reason for reason in model._graphacc_engine.eager)
+    assert any("runs by PyTorch" in reason for reason in model._graphacc_engine.by_pytorch.counts)

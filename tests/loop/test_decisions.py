@@ -152,10 +152,10 @@ def test_a_check_that_fails_raises_and_the_next_batch_is_compiled():
     model = check(Checked, by_call, "checked")
     with pytest.raises(ValueError, match="too large"):
         model(torch.zeros(8, dtype=torch.int64), torch.full((8,), CLASSES))
-    before = dict(model._graphacc_engine.eager)
+    before = dict(model._graphacc_engine.by_pytorch.counts)
     assert len(before) == 1
     assert train(model, by_call, "checked", steps=2)
-    assert model._graphacc_engine.eager == before
+    assert model._graphacc_engine.by_pytorch.counts == before
 
 
 def test_a_flag_in_a_buffer_is_a_guard():
@@ -196,7 +196,7 @@ def test_a_number_that_keeps_changing_is_run_by_pytorch_after_a_few():
     steps = MAX_ANSWERS + 3
     assert_parity(reference, model, train(reference, by_call, "speech", steps), train(model, by_call, "speech", steps), by_pytorch=True)
     assert sum(program.kind == "step" for program in model.programs) == MAX_ANSWERS
-    assert [count for text, count in model._graphacc_engine.eager.items() if "depends on values of the batch" in text] == [3]
+    assert [count for text, count in model._graphacc_engine.by_pytorch.counts.items() if "depends on values of the batch" in text] == [3]
 
 
 def test_what_follows_parameters_is_not_answered():
@@ -204,7 +204,7 @@ def test_what_follows_parameters_is_not_answered():
     reference = FollowsParameters()
     model = compiled(copy.deepcopy(reference), None)
     assert_parity(reference, model, train(reference, by_call, "speech"), train(model, by_call, "speech"), by_pytorch=True)
-    assert any("FollowsParameters runs by PyTorch" in text for text in model._graphacc_engine.eager)
+    assert any("FollowsParameters runs by PyTorch" in text for text in model._graphacc_engine.by_pytorch.counts)
 
 
 @pytest.mark.parametrize("seed", range(60))

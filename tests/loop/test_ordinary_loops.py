@@ -788,7 +788,7 @@ def remembering(m, o, x, y, i):
 
 def test_what_a_forward_leaves_in_attributes():
     model = assert_same(loop(remembering, steps=6), model=Remembers())
-    assert not model._graphacc_engine.eager, model.explain()
+    assert not model._graphacc_engine.by_pytorch.counts, model.explain()
     assert len(model.programs) <= 3
 
 
@@ -917,7 +917,7 @@ def alternating(clip=False, clears_after=False, read=False):
 
 @pytest.mark.parametrize("options", [{}, {"clip": True}, {"clears_after": True}, {"read": True}], ids=str)
 def test_two_optimizers_in_turn(options):
-    assert not assert_same(alternating(**options))._graphacc_engine.eager
+    assert not assert_same(alternating(**options))._graphacc_engine.by_pytorch.counts
 
 
 def solver(m, o, x, y, i):

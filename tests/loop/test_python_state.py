@@ -182,7 +182,7 @@ def test_what_the_forward_reads(name):
 @pytest.mark.parametrize("name", EFFECTS)
 def test_what_the_forward_changes(name):
     reference, model = trained(EFFECTS[name], lambda m, i: None, by_pytorch=True)
-    assert model._graphacc_engine.eager, "a program cannot do this in every step"
+    assert model._graphacc_engine.by_pytorch.counts, "a program cannot do this in every step"
     assert model.counts == reference.counts
     assert list(model.recent) == list(reference.recent)
     assert model.nested == reference.nested
@@ -234,7 +234,7 @@ def test_parameters_that_the_forward_writes(write, strategy):
     model = compiled(copy.deepcopy(reference), strategy)
     batch = torch.randn(8, 4)
     check_both(reference, model, lambda one, step: one(batch).mean(), steps=3, lr=0.1, by_pytorch=True)
-    assert any("the forward writes into parameter(s)" in why for why in model._graphacc_engine.eager)
+    assert any("the forward writes into parameter(s)" in why for why in model._graphacc_engine.by_pytorch.counts)
 
 
 def test_hooks_of_an_optimizer_see_gradients_before_the_step_and_parameters_after_it():

@@ -29,7 +29,7 @@ ROUNDING = 5e-7
 def trained(model: nn.Module, batches: list[dict], strategy: str) -> tuple[nn.Module, list[float], dict[str, torch.Tensor]]:
     model = compiled(copy.deepcopy(model), strategy, seed=3) if strategy else compiled(copy.deepcopy(model), None, seed=3)
     losses = train(model, batches)
-    assert not model._graphacc_engine.eager
+    assert not model._graphacc_engine.by_pytorch.counts
     return model, losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

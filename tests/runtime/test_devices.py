@@ -121,7 +121,7 @@ def check(pairs, rounds):
             want, got = step(*reference, tokens), step(*compiled, tokens)
             assert abs(got - want) <= LOSS * max(1.0, abs(want)), (got, want)
     for (reference, _), (model, _) in pairs:
-        assert not model._graphacc_engine.eager, model._graphacc_engine.eager
+        assert not model._graphacc_engine.by_pytorch.counts, model._graphacc_engine.by_pytorch.counts
         for name, value in model.state_dict().items():
             assert relative_error(value, reference.state_dict()[name]) <= PARAMETERS_AFTER_STEPS, name
 

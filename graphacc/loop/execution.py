@@ -1,0 +1,240 @@
+"""Captures graphs of recordings, and runs their programs: what they read is brought to the devices before, what they changed is noted behind."""
+
+import contextlib
+import functools
+import typing
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from graphacc.capture import hyperparameters, init_optimizer_state
+from graphacc.graph import Kind
+from graphacc.loop import build, collector
+from graphacc.loop.optimizers import Binding
+from graphacc.loop.programs import Compiled
+from graphacc.loop.promise import written_too_early
+from graphacc.loop.tape import Tape
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.engine import Engine
+    from graphacc.loop.step_logger import StepLogger
+
+MAX_JOINTS = 16
+"""Captured graphs of forward and backward that are kept for further programs of them."""
+
+_GOLDEN = 0x9E3779B9
+"""Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
+
+
+class Execution:
+    """The programs of one model's recordings."""
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        self.tracing = False  # a graph is captured
+        self.updates = 0  # programs so far that changed parameters
+        self.observers: "list[StepLogger]" = []  # they measure steps
+        self._joints: dict[tuple, build.Step] = {}
+
+    def joint(self, tape: Tape) -> build.Step:
+        key = (self.engine.fallback.backend.name, tape.key(tape.forward_calls), tape.loss, tuple(tape.outputs))
+        if key not in self._joints:
+            strategy = self.engine.programs.strategy
+            self._joints[key] = self.capture(build.joint_graph, tape, tape.outputs, strategy.precision, strategy.microbatches)
+            while len(self._joints) > MAX_JOINTS:
+                self._joints.pop(next(iter(self._joints)))
+        return self._joints[key]
+
+    def _choose(self, tape: Tape, update: Callable[[], build.Step] | None = None) -> None:
+        """Search the strategy, if that is still to be done; captures are kept for the program."""
+        if self.engine.choice is not None:
+            self.engine.choice.settle(self.engine, lambda: self.engine.fallback.attempt(lambda: self.joint(tape)), update)
+
+    def run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:
+        """Compute values of the forward part."""
+        self.engine.settle_buffers(ahead=tape)
+        wanted = [index for index in outputs if not tape.has_value(index)]
+        compiled = self.program(
+            "forward",
+            {**self.forward_aspects(tape), "results": tuple(wanted), "buffers kept": keep_buffers},
+            lambda: self.capture(build.forward_graph, tape, wanted, self.engine.programs.strategy.precision, keep_buffers),
+        )
+        with self.engine.verifier.watching(compiled, tape, outputs=wanted, keep_buffers=keep_buffers):
+            self._fulfil(tape, self._run(compiled, tape))
+
+    def run_grad(self, tape: Tape) -> None:
+        """Forward and backward; adds to the gradients on the devices."""
+        self._choose(tape)
+        count = self.engine.programs.strategy.microbatches
+        compiled = self.program(
+            "grad",
+            {**self.forward_aspects(tape), "results": tuple(tape.outputs)},
+            lambda: build.accumulating(self.joint(tape)),
+        )
+        for name in tape.grad_values:
+            self._prepare_accumulator(compiled, name)
+        self.upload(compiled, tape)
+        feeds = [self.feeds(compiled, tape, microbatch=i) for i in range(count)]
+        with self.engine.verifier.watching(compiled, tape):
+            parts = self.engine.programs.run_microbatches(compiled, feeds)
+            self.note_run(compiled, count)
+            self._mark_stale(compiled)
+            tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
+            for index in tape.outputs:
+                tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
+            self.engine.gradients.accumulated |= set(tape.grad_bindings)
+            tape.has_run = True
+
+    def _prepare_accumulator(self, compiled: Compiled, name: str) -> None:
+        """The gradient so far, on the devices: kept if it is there, uploaded if the loop wrote it, zero otherwise."""
+        if name in self.engine.gradients.accumulated and name not in self.engine.gradients.host_grads:
+            return
+        value = self.engine.gradients.host_grads.pop(name, None)
+        zeros = torch.zeros(()).expand(self.engine.fakes.gradient_of(self.engine.handles[name]).shape)
+        self.engine.programs.put(compiled, Kind.GRAD, name, zeros if value is None else value)
+
+    def run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
+        """The whole step in one program."""
+        code = self._gradient_code(tape, names)
+        captured = functools.cache(lambda backend: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic))
+        update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
+        self._choose(tape, update)
+        compiled = self.program(
+            "step",
+            {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code)},
+            lambda: build.step_graph(self.joint(tape), update()),
+        )
+        self._upload_optimizer_state(compiled, binding)
+        with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
+            self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        binding.copies = {}
+        self.engine.gradients.pending = None
+        self.engine.close(tape)
+
+    def run_update(self, tape: Tape | None, binding: Binding, names: tuple[str, ...]) -> None:
+        """The update alone, from gradients on the devices (and from the host, where the loop wrote them)."""
+        if tape is not None and not tape.has_run:
+            self.run_grad(tape)
+        if tape is not None and any(name in tape.grad_values and name not in tape.grad_bindings for name in names):
+            self.engine.gradients.force(tape)  # code on gradients reads one that the loop has meanwhile replaced
+            tape = None
+        if tape is None:
+            tape = Tape(self.engine, self.engine.counter)
+        for name in names:
+            if name not in tape.grad_bindings:
+                tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.engine.fakes.gradient_of(self.engine.handles[name]))
+        code = self._gradient_code(tape, names)
+        compiled = self.program(
+            "update",
+            _update_aspects(binding, code),
+            lambda: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic),
+        )
+        for name in names:
+            if (own := self.engine.handles[name].host_grad) is not None:
+                self.engine.programs.put(compiled, Kind.GRAD, name, own)
+        self._upload_optimizer_state(compiled, binding)
+        with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
+            self._fulfil(tape, self._run(compiled, tape, binding=binding))
+        binding.copies = {}
+        if self.engine.gradients.pending is tape:
+            self.engine.gradients.pending = None  # the next step may have gradients that PyTorch computed
+        self.engine.close(tape)
+
+    def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:
+        made = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}
+        results = tuple(index for index in tape.live() if index in made and not tape.has_value(index))
+        return build.GradientCode(tape=tape, names=names, max_norm=self.engine.options.max_grad_norm, results=results)
+
+    def capture(self, build_graph: Callable[..., build.Step], *args) -> build.Step:
+        with self.engine.direct_calls(), self._traced(), collector.paused(), torch.autocast("cpu", enabled=False):
+            return build_graph(self.engine.fallback.backend, self.engine.model, *args)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        before, self.tracing = self.tracing, True
+        try:
+            yield
+        finally:
+            self.tracing = before
+
+    def program(self, kind: str, aspects: dict[str, object], capture: Callable[[], build.Step]) -> Compiled:
+        self.engine.verifier.note_capture(capture)
+        return self.engine.fallback.attempt(lambda: self.engine.programs.get(kind, aspects, capture))
+
+    def forward_aspects(self, tape: Tape) -> dict[str, object]:
+        code, batch = tape.key(tape.forward_calls)
+        return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
+
+    def _run(
+        self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None
+    ) -> dict[tuple[Kind, str], Callable[[], Tensor]]:
+        """Bring the host's news to the devices, run, and mark what the program changed."""
+        self.upload(compiled, tape)
+        fetched = self.engine.programs.run(compiled, self.feeds(compiled, tape, binding=binding))
+        self.note_run(compiled)
+        self._mark_stale(compiled)
+        return fetched
+
+    def note_run(self, compiled: Compiled, times: int = 1) -> None:
+        """Tell those who measure steps that a program has been started."""
+        for observer in self.observers:
+            observer.ran(compiled, times)
+
+    def feeds(
+        self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
+    ) -> dict[tuple[Kind, str], object]:
+        """The inputs of a program that are no state."""
+        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [self.microbatch_seed(microbatch or 0), tape.counter & 0xFFFFFFFF]}
+        for index, path in enumerate(tape.external_paths):
+            tensor = tape.external(index)
+            if microbatch is not None:
+                tensor = build.microbatch(tensor, tape, self.engine.programs.strategy.microbatches, microbatch)
+            feeds[Kind.BATCH, path] = tensor
+        if binding is not None:
+            feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}
+        for item in compiled.graph.inputs:
+            if item.kind in (Kind.LOSS, Kind.USER):
+                feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
+        return feeds
+
+    def microbatch_seed(self, microbatch: int) -> int:
+        """First word of the random key of one microbatch."""
+        return self.engine.seed ^ (microbatch * _GOLDEN & 0xFFFFFFFF)
+
+    def _mark_stale(self, compiled: Compiled) -> None:
+        for item in compiled.graph.outputs:
+            if item.kind in (Kind.PARAM, Kind.BUFFER):
+                self.engine.handles[item.target].mark_stale()
+        self.updates += any(item.kind is Kind.PARAM for item in compiled.graph.outputs)
+
+    def upload(self, compiled: Compiled, tape: Tape) -> None:
+        """Parameters and buffers that are not on the devices yet, or were written on the host."""
+        for item in compiled.graph.inputs:
+            if item.kind not in (Kind.PARAM, Kind.BUFFER):
+                continue
+            handle = self.engine.handles.get(item.target)
+            if handle is not None and (handle.host_is_newer or not self.engine.programs.holds_for(item)):
+                handle.refresh()  # as the devices have it in another form
+                if compiled.kind != "update" and self.engine.by_pytorch.written_since(handle, tape):
+                    raise written_too_early(handle.name)
+                self.engine.programs.put(compiled, item.kind, item.target, handle.host_value())
+                handle.mark_uploaded()
+
+    def _upload_optimizer_state(self, compiled: Compiled, binding: Binding) -> None:
+        wanted = [item for item in compiled.graph.inputs if item.kind is Kind.STATE]
+        missing = [item for item in wanted if not binding.state_on_device or not self.engine.programs.holds(item.kind, item.target)]
+        if missing:
+            state = init_optimizer_state(self.engine.model, binding.optimizer, sorted({item.target.rpartition("/")[0] for item in missing}))
+            for item in missing:
+                name, _, key = item.target.rpartition("/")
+                self.engine.programs.put(compiled, item.kind, item.target, state[name][key])
+        binding.state_on_device = True
+
+    def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]]) -> None:
+        for (kind, target), fetch in fetched.items():
+            tape.fulfil(tape.loss if kind is Kind.LOSS else int(target), fetch)
+
+
+def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:
+    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form}

@@ -1,0 +1,212 @@
+"""The gradients of one model's parameters: where each is, and what ``parameter.grad`` gives.
+
+A gradient is a value of the pending recording, which had its backward and has not run; or lies in an accumulator on the devices; or is an ordinary
+tensor, which the loop wrote or PyTorch computed; or was consumed by a step (`SPENT`), or cleared (`ZERO`).
+"""
+
+import typing
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphacc.errors import LoopError
+from graphacc.graph import Kind
+from graphacc.loop import build
+from graphacc.loop.fallback import NOT_COMPILED
+from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient
+from graphacc.loop.promise import Promise
+from graphacc.loop.tape import Tape
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.engine import Engine
+
+
+class Gradients:
+    """Follows ``backward()``, ``zero_grad()``, and reads and writes of ``parameter.grad``."""
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        self.pending: Tape | None = None  # had its backward, not yet run
+        self.accumulated: set[str] = set()  # parameters whose gradient so far lies on the devices
+        self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
+
+    def backward(self, tape: Tape) -> None:
+        """``loss.backward()`` was recorded on `tape`."""
+        with self.engine.lock:
+            self._settle_pending()
+            tape.outputs = tape.live()
+            try:
+                joint = self.engine.fallback.attempt(lambda: self.engine.execution.joint(tape))
+            except NOT_COMPILED as error:
+                self.engine.refuse(tape, error)
+                loss, tape.loss, tape.backward_at = tape.loss, None, None
+                self.engine.by_pytorch.run(tape, str(error))
+                tape.value(loss).backward()
+                return
+            self.pending = tape
+            for output in joint.outputs:
+                if output.kind is not Kind.GRAD:
+                    continue
+                handle = self.engine.handles[output.target]
+                tape.grad_values[handle.name] = index = tape.add_value(self.engine.fakes.gradient_of(handle))
+                if handle.grad is SPENT:
+                    continue  # what this adds to is not known; the loop may clear it before it is used, as that of two optimizers in turn does
+                if (own := handle.host_grad) is not None:
+                    self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
+                    self.accumulated.add(handle.name)
+                    handle.host_grad = None
+                tape.grad_bindings[handle.name] = index
+                handle.grad = tape
+            if self.engine.torch_steps:
+                self.force(tape)
+            elif any(handle.kind is Kind.PARAM and handle.is_shared for handle in self.engine.handles.values()):
+                self.engine.execution.run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
+
+    def _settle_pending(self) -> None:
+        """Before another backward: the gradients of the last one go to the accumulators."""
+        tape, self.pending = self.pending, None
+        if tape is None or tape.closed:
+            return
+        if tape.gradient_calls or tape.grad_bindings != tape.grad_values:
+            self.force(tape)
+            return
+        if not tape.has_run:
+            self.engine.execution.run_grad(tape)
+        self.engine.close(tape)
+
+    def read(self, handle: Handle) -> Tensor | None:
+        """``parameter.grad``."""
+        if handle.grad is SPENT:
+            return SpentGradient(handle)
+        if handle.grad is ZERO or handle.host_grad is not None or (isinstance(handle.grad, Tape) and handle.grad.closed):
+            self.settle(handle)
+        if isinstance(handle.grad, Tape):
+            return handle.grad.promise(handle.grad.grad_bindings[handle.name])
+        return handle.host_grad
+
+    def settle(self, handle: Handle) -> None:
+        """Make ``parameter.grad`` the ordinary tensor that PyTorch would have there."""
+        if handle.grad is SPENT:
+            raise used_again(handle, "reading it")
+        if handle.grad is ZERO:
+            handle.host_grad = handle.zeros() if handle.host_grad is None else handle.host_grad
+            handle.grad = None
+        if isinstance(handle.grad, Tape) and not handle.grad.closed:
+            self.force(handle.grad)
+        elif isinstance(handle.grad, Tape):  # it lies in the accumulators
+            total = self._after_code(handle.grad, handle.name)
+            handle.host_grad = total if handle.host_grad is None else handle.host_grad + total
+            handle.grad = None
+            self.accumulated.discard(handle.name)
+
+    def _after_code(self, tape: Tape, name: str) -> Tensor:
+        """A gradient of a backward whose program has run, after the gradient code that followed it."""
+        if tape.grad_bindings[name] == tape.grad_values[name]:
+            return self.engine.programs.fetch(Kind.GRAD, name)
+        grads = {other: self.engine.programs.fetch(Kind.GRAD, other) for other in tape.grad_values}
+        return self._replay_code(tape, grads)[tape.grad_bindings[name]]
+
+    def _replay_code(self, tape: Tape, grads: dict[str, Tensor]) -> dict[int, Tensor]:
+        """Let PyTorch run the code on gradients; returns every value of it."""
+        code = build.GradientCode(tape=tape, names=tuple(tape.grad_bindings), max_norm=None)
+        externals = [tape.whole_external(i) for i in code.external_indices]
+        values = [tape.value(i) for i in code.forward_values]
+        with self.engine.by_pytorch.on_host(tape), torch.no_grad():
+            return code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
+
+    def write(self, handle: Handle, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        name = handle.name
+        if isinstance(value, Promise):
+            if value.tape is self.pending and not value.tape.closed:
+                value.tape.grad_bindings[name] = value.index
+                handle.host_grad, handle.grad = None, value.tape
+                return
+            value = value.tape.value(value.index)
+        tape, handle.grad = handle.grad, None
+        handle.host_grad = value
+        self.accumulated.discard(name)
+        self.host_grads.pop(name, None)
+        if isinstance(tape, Tape):
+            tape.grad_bindings.pop(name, None)
+            if tape is self.pending and not tape.grad_bindings:
+                self._drop_pending()
+
+    def zero(self, handle: Handle) -> None:
+        """``parameter.grad.zero_()``, where no tensor holds the gradient."""
+        self.write(handle, None)
+        handle.grad = ZERO
+
+    def _drop_pending(self) -> None:
+        """All gradients of the pending backward were cleared: what remains is its effect on buffers, and the values that the loop holds."""
+        tape, self.pending = self.pending, None
+        derived = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}
+        if not derived.isdisjoint(tape.live()):
+            self.force(tape)
+            return
+        if not tape.has_run:
+            self.engine.execution.run_forward(tape, sorted({*tape.outputs, tape.loss}), keep_buffers=True)
+        self.engine.close(tape)
+
+    def force(self, tape: Tape) -> None:
+        """Compute everything on the tape now; the gradients become ordinary host tensors."""
+        grads = self._whole(tape)
+        env = self._replay_code(tape, grads)
+        for value, tensor in env.items():
+            if not tape.has_value(value):
+                tape.fulfil(value, tensor)
+        for name, value in tape.grad_bindings.items():
+            handle = self.engine.handles[name]
+            handle.host_grad = env[value] if handle.host_grad is None else handle.host_grad + env[value]
+            handle.grad = None
+        self.accumulated -= set(tape.grad_values)
+        if self.pending is tape:
+            self.pending = None
+        self.engine.close(tape)
+
+    def _whole(self, tape: Tape) -> dict[str, Tensor]:
+        """The gradients that its backward gave, with what was accumulated before, on the host."""
+        if not tape.has_run:
+            try:
+                self.engine.execution.run_grad(tape)
+            except NOT_COMPILED as error:
+                self.engine.refuse(tape, error)
+                return self._by_pytorch(tape, str(error))
+        read = {index for call in tape.gradient_calls for index in tape.reads(call)} | set(tape.live())  # also of what the loop has replaced since
+        return {name: self.engine.programs.fetch(Kind.GRAD, name) for name, index in tape.grad_values.items() if name in self.accumulated or index in read}
+
+    def _by_pytorch(self, tape: Tape, why: str) -> dict[str, Tensor]:
+        self.engine.by_pytorch.note("a step's forward and backward", why)
+        env = self.engine.by_pytorch.replay(tape)
+        wanted = {name: self.engine.handles[name].tensor for name in tape.grad_bindings}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = dict(zip(wanted, torch.autograd.grad(env[tape.loss], list(wanted.values()), allow_unused=True)))
+        for index in (tape.loss, *tape.outputs):
+            tape.fulfil(index, env[index].detach())
+        tape.has_run = True
+        return {name: self._with_accumulated(name, grad) for name, grad in found.items() if grad is not None}
+
+    def _with_accumulated(self, name: str, grad: Tensor) -> Tensor:
+        before = self.host_grads.pop(name, None)
+        if name in self.accumulated and before is None:
+            before = self.engine.programs.fetch(Kind.GRAD, name)
+        self.accumulated.discard(name)
+        return grad if before is None else before + grad
+
+    def clip_on_host(self, handles: Sequence[Handle]) -> None:
+        """``max_grad_norm``, for a step that PyTorch runs."""
+        if self.engine.options.max_grad_norm is None:
+            return
+        grads = {handle.name: handle.host_grad for handle in handles if handle.host_grad is not None}
+        if grads:
+            for name, grad in build.clip_total_norm(grads, self.engine.options.max_grad_norm).items():
+                self.engine.handles[name].host_grad = grad
+
+
+def used_again(handle: Handle, what: str) -> LoopError:
+    return LoopError(
+        f"{what} would use the gradient of {handle.name!r} again, which an earlier compiled step consumed, and to which PyTorch would have added those of later "
+        "backwards: call zero_grad() after every step, and backward() before the next, or keep gradients with graphacc.compile(..., keep_gradients=True), "
+        "which takes their memory and runs every step in two programs"
+    )

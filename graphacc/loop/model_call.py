@@ -1,0 +1,57 @@
+"""A call of the model, as a function on a recording."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from graphacc.loop.guards import Written
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """The model as a recorded function; equal where the same code would run."""
+
+    engine: "Engine" = dataclasses.field(compare=False, repr=False)
+    mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
+    state: int  # of the Python state that earlier captures have read
+    inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
+    answers: tuple = ()  # that its code got to questions for values of the batch
+    path: str = ""  # of the submodule that is called; the model itself
+    form: int = 0  # `Engine.form`
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mode, self.state, self.inputs, self.answers, self.path, self.form))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __call__(self, inputs: dict[str, Tensor], args: tuple, kwargs: dict):
+        """Call the model in the mode in which the loop called it, which may be another by now.
+
+        Returns:
+            What it returns, and the tensors that it left in attributes of its modules.
+        """
+        engine = self.engine
+        modules = [module for module, _ in self.mode[0]]
+        now = [module.training for module in modules]
+        try:
+            _set_training(modules, [training for _, training in self.mode[0]])
+            written = engine.written.get(self, Written())
+            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
+            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given:
+                result = engine.model.get_submodule(self.path)(*args, **kwargs)
+                return result, engine.guards.read(written.tensors)
+        finally:
+            _set_training(modules, now)
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
