@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float
+from graphacc.lowering.fence import computed_once
 from graphacc.lowering.registry import register
 from graphacc.ops.mesh import split_group, subgroups
 
@@ -211,7 +212,7 @@ def _with_hidden_zero(x, dependency):
     n * (n + 1) is even for every n, also where it overflows. The bits of `x` stay as they are.
     """
     word = _bits(dependency.reshape(-1)[:1])[0]
-    zero = word * (word + 1) & 1
+    zero = computed_once(word * (word + 1) & 1)  # else every fusion that reads `x` computes it, and `dependency` stays in memory for them all
     if x.dtype == jnp.bool_:
         return x ^ (zero != 0)
     bits = _bits(x)

@@ -38,6 +38,7 @@ def replan(
     serialized: bytes | None = None,
     min_temporary_bytes: int = MIN_TEMPORARY_BYTES,
     tolerance: float = TOLERANCE,
+    free_collectives: bool = False,
 ) -> ReplanResult:
     """Plan the temporaries of a compiled function again: order of operations and addresses.
 
@@ -55,6 +56,7 @@ def replan(
             of a loaded executable when it serialises it again.
         min_temporary_bytes: arenas below this keep XLA's plan.
         tolerance: and those that are above the lower bound by at most this share of it.
+        free_collectives: collectives need not keep XLA's order, as all devices run this executable (see `plan_bytes`).
 
     Returns:
         The function to run, and the figures.
@@ -73,6 +75,7 @@ def replan(
             solvers=solvers or _core_solvers(threads),
             seconds=seconds,
             tolerance=tolerance,
+            free_collectives=free_collectives,
         )
         if planned.serialized is None:
             figures = dict(lower_bound=planned.lower_bound, map_before=planned.map_before)

@@ -12,6 +12,9 @@ those in the same place of the other processes' orders. This order is one for al
   0.10.2, CPU; their object code differs). So all start from the first of `schedules`, and try no other.
 - A plan keeps the order of the collectives (`precedence`), which is proved of its bytes (`verify`).
 
+In one process all devices run one executable, so that a plan may choose the order of the collectives as well: XLA's schedule puts many scatters of
+gradients to the end, and whole gradients wait for them (under fsdp=8 with rematerialisation half of all temporaries).
+
 At run time the collectives of one sequence of thunks wait for each other, as they share a communicator. In an executable that is
 loaded from bytes every nested sequence has one of its own (XLA's ``ThunkSequenceSerDesProtobuf::FromProto``), so that a device may
 come to a collective behind a loop before those in it: devices wait for each other for ever, or add up what does not belong together.
@@ -62,7 +65,8 @@ def compile_and_replan(
         lowered: from ``jax.jit(...).lower(...)``.
         compiler_options: for every compilation; a scheduler named here is replaced by those of `schedules`.
         schedules: values of ``xla_cpu_scheduler_type`` without their prefix, the most promising first; an empty one asks for none.
-        shared: the program runs on devices of several processes, which all call this with the same: the first schedule alone is used.
+        shared: the program runs on devices of several processes, which all call this with the same: the first schedule alone is
+            used, and collectives keep its order.
         cache: where planned programs are kept between processes.
         seconds: budget for planning, and for compiling again.
         **options: of `replan_best`.
@@ -78,7 +82,7 @@ def compile_and_replan(
         return _as_compiled(first, "its loops or branches hold collectives, whose order is lost where a program is loaded from bytes")
     others = [functools.partial(compile, schedule, PlannedStore(None, "")) for schedule in schedules[1:]]
     with progress.activity("plan of memory"):
-        best = replan_best(first, others, seconds=seconds, **options)
+        best = replan_best(first, others, seconds=seconds, free_collectives=not shared, **options)
     if best.serialized is not None:
         store.keep(compat.cache_entry(best.serialized, first.seconds), best.plan.to_json())
     return best

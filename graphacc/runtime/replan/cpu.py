@@ -63,6 +63,11 @@ _ORDERED = {
 }
 
 
+_COMMUNICATOR = "communicator"
+"""The resource of thunks that share one."""
+_COLLECTIVE_COMMUNICATOR = 2  # xla.cpu.ResourceProto.Kind
+
+
 def read(schema: Schema, data: bytes) -> Executable:
     """The model of a serialised CPU executable.
 
@@ -93,6 +98,12 @@ def read(schema: Schema, data: bytes) -> Executable:
 def write(executable: Executable) -> bytes:
     """The bytes of the executable as its messages now stand."""
     return executable.message.SerializeToString(deterministic=True)
+
+
+def release_collectives(executable: Executable) -> None:
+    """Let a plan choose the order of the outermost collectives: at run time they wait for each other in that order, on all devices of the executable."""
+    for thunk in executable.root.thunks:
+        thunk.ordered -= {"collective", _COMMUNICATOR}
 
 
 def reorder(sequence: Sequence, order: tuple[int, ...]) -> None:
@@ -126,7 +137,7 @@ def _read_sequence(sequence: message.Message, effects: dict[str, bool]) -> Seque
         for i in resource.thunk_indices:
             if not 0 <= i < len(thunks):
                 raise NotUnderstood(f"resource {number} names thunk {i} of {len(thunks)}")
-            thunks[i].ordered |= {"resource"}
+            thunks[i].ordered |= {_COMMUNICATOR if resource.resource.kind == _COLLECTIVE_COMMUNICATOR else "resource"}
     resources = tuple(frozenset(resource.thunk_indices) for resource in sequence.thunk_resources)
     return Sequence(thunks=thunks, message=sequence, resources=resources)
 
@@ -195,4 +206,4 @@ def _kernel_alignments(executable: Executable) -> list[int]:
     return [k.min_alignment.value for k in kernels if k.min_alignment.contains_value]
 
 
-BACKEND = Backend(read=read, write=write, reorder=reorder, thunk_sequences=THUNK_SEQUENCES)
+BACKEND = Backend(read=read, write=write, reorder=reorder, release_collectives=release_collectives, thunk_sequences=THUNK_SEQUENCES)

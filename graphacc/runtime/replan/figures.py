@@ -5,7 +5,7 @@ import json
 
 from graphacc.passes.memory.problem import AddressProblem, LiveBuffer
 
-FORMAT = 3  # of `to_json`; plans with another number are made again: raise it also when the planner gets better
+FORMAT = 4  # of `to_json`; plans with another number are made again: raise it also when the planner gets better
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

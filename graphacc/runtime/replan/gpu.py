@@ -363,4 +363,4 @@ def _check_updates(name: str, content: message.Message) -> None:
                 raise NotUnderstood(f"dynamic_slice_fusion_thunk {name!r} updates a part of a buffer that is none of its parameters")
 
 
-BACKEND = Backend(read=read, write=write, reorder=reorder_thunks, thunk_sequences=THUNK_SEQUENCES)
+BACKEND = Backend(read=read, write=write, reorder=reorder_thunks, release_collectives=lambda executable: None, thunk_sequences=THUNK_SEQUENCES)

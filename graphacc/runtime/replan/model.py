@@ -175,6 +175,7 @@ class Backend:
     read: Callable[[Schema, bytes], Executable]
     write: Callable[[Executable], bytes]  # as its messages now stand
     reorder: Callable[[Sequence, tuple[int, ...]], None]  # of one sequence's messages: places of its thunks, in the new order
+    release_collectives: Callable[[Executable], None]  # the collectives of the outermost sequence need not keep their order
     thunk_sequences: frozenset[str]  # message types that hold nested thunks
 
 

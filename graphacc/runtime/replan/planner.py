@@ -1,8 +1,10 @@
 """From the bytes of an executable to the bytes of a planned one: read, understand, plan, write back, prove."""
 
 import dataclasses
+import functools
 import os
 import time
+from collections.abc import Callable
 
 from graphacc.passes.memory.problem import AddressProblem
 from graphacc.runtime.replan import cpu, gpu, riegeli
@@ -45,7 +47,7 @@ class PlannedBytes:
 
 
 def plan_bytes(
-    serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float, tolerance: float = 0.0
+    serialized: bytes, *, library: os.PathLike, solvers: Solvers, seconds: float, tolerance: float = 0.0, free_collectives: bool = False
 ) -> PlannedBytes:
     """Plan the memory of a serialised executable again. Nothing is run: one for CUDA needs no GPU.
 
@@ -55,6 +57,7 @@ def plan_bytes(
         solvers: the planner core.
         seconds: the solvers' budget; reading and proving come on top.
         tolerance: XLA's plan is kept where it is above the lower bound by at most this share of it.
+        free_collectives: the plan chooses the order of collectives, too: all devices run this executable, none another one. On CUDA they keep it.
 
     Raises:
         NotUnderstood: something in the executable is unknown, or contradicts our model.
@@ -64,7 +67,8 @@ def plan_bytes(
     schema = read_schema(library)
     envelope = open_envelope(serialized)
     backend = find_backend(envelope.executable)
-    executable = backend.read(schema, envelope.executable)
+    read = functools.partial(_read, schema, backend, free_collectives)
+    executable = read(envelope.executable)
     values, identity, liveness = understand(executable)
     before = executable.temporary.size
     solving = time.monotonic()
@@ -77,7 +81,7 @@ def plan_bytes(
             map_after = address_map(values, Liveness(values, orders), addresses.offsets)
             rewrite(executable, values, identity, orders, addresses, backend.reorder)
             planned, after = backend.write(executable), addresses.height
-            prove(schema, backend, envelope.executable, planned, orders)
+            prove(read, backend, envelope.executable, planned, orders)
     return PlannedBytes(
         serialized=None if planned is None else envelope.with_executable(planned),
         temporary_before=before,
@@ -116,9 +120,16 @@ def find_backend(executable: bytes) -> Backend:
     return gpu.BACKEND if riegeli.is_record_file(executable) else cpu.BACKEND
 
 
-def prove(schema: Schema, backend: Backend, original: bytes, planned: bytes, orders: Orders) -> None:
+def prove(read: Callable[[bytes], Executable], backend: Backend, original: bytes, planned: bytes, orders: Orders) -> None:
     """Read both executables from their final bytes and verify the second against the first."""
-    verify(backend.read(schema, original), backend.read(schema, planned), orders, backend.thunk_sequences)
+    verify(read(original), read(planned), orders, backend.thunk_sequences)
+
+
+def _read(schema: Schema, backend: Backend, free_collectives: bool, data: bytes) -> Executable:
+    executable = backend.read(schema, data)
+    if free_collectives:
+        backend.release_collectives(executable)
+    return executable
 
 
 def _choose(

@@ -2,8 +2,8 @@
 
 Inside one value, and on memory that does not move (parameters, constants, outputs), conflicting accesses to a byte keep their
 order: read after write, write after read, write after write. Two values in the same place never force an order: they get new
-places. Thunks that share an ordered resource (collectives, side effects) keep theirs, so all devices run their collectives in one
-order. What runs beside asynchronous work keeps doing so: it stays between the thunks that start it and wait for it.
+places. Thunks that share an ordered resource (collectives, unless the reader releases them; side effects) keep theirs, so that all
+devices run their collectives in one order. What runs beside asynchronous work keeps doing so: it stays between the thunks that start it and wait for it.
 """
 
 from graphacc.runtime.replan.intervals import IntervalMap
