@@ -2,7 +2,7 @@
 
     1  candidates       every strategy that the request allows (`space.py`)
     2  profiles         the real passes for each (tp, cp, ep, local batch), on a graph in which equal layers are left out
-    3  estimates        each candidate by arithmetic (`estimate.py`), in order of time
+    3  estimates        each candidate by arithmetic (`estimate.py`), in order of time; those that do not fit also with rematerialisation
     4  finalists        the real passes on the whole graph; the first ones that fit into the memory
 
 The order of candidates is optimal within the model of costs, as all of them are estimated; what the model errs is said with the plan.
@@ -10,6 +10,7 @@ The order of candidates is optimal within the model of costs, as all of them are
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,8 +28,8 @@ from graphacc.passes.runner import run_passes, without_collection
 from graphacc.search.cost import RETURNED, cost_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.plan import Plan, Rival, size_text
-from graphacc.search.space import CHOSEN, Limits, Refusals, Request, candidates
-from graphacc.strategy.spec import Strategy
+from graphacc.search.space import CHOSEN, REMATS, Limits, Refusals, Request, candidates
+from graphacc.strategy.spec import Strategy, field_text
 
 FINALISTS = 3
 """Strategies that fit and are evaluated on the whole graph, at most, before the best is taken."""
@@ -86,7 +87,7 @@ class Search:
         Raises:
             StrategyError: the passes refuse the strategy.
         """
-        key = (*(getattr(strategy, name) for name in _PROFILED), strategy.dp * strategy.fsdp)
+        key = (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), strategy.dp * strategy.fsdp)
         if key not in self._profiles:
             start = time.perf_counter()
             try:
@@ -181,7 +182,33 @@ class Search:
                 found.append((strategy, self.estimate(strategy)))
             except StrategyError as error:
                 refusals.add(str(error))
-        return sorted(found, key=lambda item: (item[1].seconds, item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
+        found.sort(key=_order)
+        return found if "remat" in request.pins else sorted([*found, *self._rematerialised(found)], key=_order)
+
+    def _rematerialised(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
+        """Candidates over the memory with the least rematerialisation that lets them fit, or the most there is.
+
+        Recomputation only adds time, so what is slower already than a strategy that fits is left as it is.
+        """
+        best = min((estimate.seconds for _, estimate in ranked if self.fits(estimate)), default=math.inf)
+        found = []
+        for strategy, estimate in ranked:
+            if estimate.seconds >= best:
+                break
+            if self.fits(estimate) or self.needed(dataclasses.replace(estimate, temporary_bytes=0)) > self.memory_bytes:
+                continue
+            for remat in REMATS:
+                try:
+                    other = strategy.replace(remat=remat)
+                    again = self.estimate(other)
+                except StrategyError:
+                    continue
+                if self.fits(again) or remat == REMATS[-1]:
+                    found.append((other, again))
+                if self.fits(again):
+                    best = min(best, again.seconds)
+                    break
+        return found
 
     def _finalists(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
         """The first ones that fit by the real passes, until one takes the time that was estimated; at most `FINALISTS`.
@@ -221,8 +248,7 @@ class Search:
             if _kind(other) in kinds or len(found) == _SHOWN:
                 continue
             kinds.add(_kind(other))
-            exact = self._exact.get(other)
-            shown = exact if isinstance(exact, Estimate) else estimate
+            shown = self._known(other, estimate)
             tie = self.fits(shown) and shown.seconds <= chosen.seconds * (1 + self.hardware.error)
             found.append(Rival(strategy=other, estimate=shown, reason=self._reason(chosen, shown), is_tie=tie))
         return tuple(found)
@@ -245,11 +271,16 @@ class Search:
         for name in (name for name in request.pins if name in CHOSEN):
             free = self._best_that_fits(self._ranked(request.without(name), Refusals()))
             if best is not None and free is not None:
-                found[f"{name}={request.pins[name]}"] = best / free - 1
+                found[f"{name}={field_text(request.pins[name])}"] = best / free - 1
         return found
 
     def _best_that_fits(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> float | None:
-        return next((estimate.seconds for _, estimate in ranked if self.fits(estimate)), None)
+        return next((estimate.seconds for strategy, estimate in ranked if self.fits(self._known(strategy, estimate))), None)
+
+    def _known(self, strategy: Strategy, estimate: Estimate) -> Estimate:
+        """The evaluation of a strategy where it was made, else its estimate."""
+        exact = self._exact.get(strategy)
+        return exact if isinstance(exact, Estimate) else estimate
 
     def _no_candidate(self, request: Request, refusals: Refusals) -> str:
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in sorted(refusals.counts.items(), key=lambda item: -item[1]))
@@ -262,17 +293,17 @@ class Search:
             relaxed = dataclasses.replace(request, pins={key: value for key, value in request.pins.items() if key not in CHOSEN or (key in conflict and key != name)})
             if self._best_that_fits(self._ranked(relaxed, Refusals())) is None:
                 conflict.remove(name)
-        exact = ((strategy, self._exact.get(strategy, estimate)) for strategy, estimate in ranked)
-        least, smallest = min(((self.needed(found), strategy) for strategy, found in exact if isinstance(found, Estimate)), key=lambda item: (item[0], str(item[1])))
-        pins = " with " + " and ".join(f"{name}={request.pins[name]}" for name in conflict) if conflict else ""
+        needs = [(self.needed(self._known(strategy, estimate)), strategy) for strategy, estimate in ranked if not isinstance(self._exact.get(strategy), str)]
+        least, smallest = min(needs, key=lambda item: (item[0], str(item[1])))
+        pins = " with " + " and ".join(f"{name}={field_text(request.pins[name])}" for name in conflict) if conflict else ""
         lines = [
             f"no strategy of {request.devices} devices{pins} fits into {size_text(self.memory_bytes)} per device. It would fit with",
             f"  {size_text(least)} per device ({smallest})",
         ]
         for name in conflict:
-            freed = [(s, e) for s, e in self._ranked(request.without(name), Refusals()) if self.fits(e)]
+            freed = [s for s, e in self._ranked(request.without(name), Refusals()) if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
             if freed:
-                lines.append(f"  {name}={getattr(freed[0][0], name)} in the place of {name}={request.pins[name]} ({freed[0][0]})")
+                lines.append(f"  {name}={field_text(getattr(freed[0], name))} in the place of {name}={field_text(request.pins[name])} ({freed[0]})")
         if not conflict:
             lines.append("  more devices, a smaller batch, or accumulation over several smaller ones")
         return "\n".join(lines)
@@ -285,6 +316,7 @@ class Search:
     def _profile(self, strategy: Strategy) -> Profile:
         plain = Strategy(
             **{name: getattr(strategy, name) for name in _PROFILED},
+            remat=_profiled_remat(strategy),
             dp=strategy.dp * strategy.fsdp,
             bucket_mb=0,
         )
@@ -369,9 +401,19 @@ def _input_bytes(item) -> int:
     return size
 
 
+def _profiled_remat(strategy: Strategy) -> str | tuple[tuple[str, str], ...]:
+    """What of `remat` a profile knows: "auto" looks at the memory of the whole graph, and is left to the finalists."""
+    return "none" if strategy.remat == "auto" else strategy.remat
+
+
+def _order(item: tuple[Strategy, Estimate]) -> tuple:
+    strategy, estimate = item
+    return estimate.seconds, estimate.bytes_per_device, len(strategy.mesh), str(strategy)
+
+
 def _kind(strategy: Strategy) -> tuple:
     """Strategies of one kind differ by how they share the state alone."""
-    return tuple(getattr(strategy, name) for name in _MODEL_PARALLEL), strategy.fsdp > 1, strategy.zero_stage
+    return tuple(getattr(strategy, name) for name in _MODEL_PARALLEL), strategy.fsdp > 1, strategy.zero_stage, strategy.remat
 
 
 def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None]) -> int | None:

@@ -1,6 +1,7 @@
 """What the search may choose: every strategy of a number of devices that agrees with the pins.
 
-Chosen are the sizes of the mesh axes (`dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism and how attention crosses `cp`.
+Chosen are the sizes of the mesh axes (`dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism and how attention crosses `cp`;
+and what backward computes again (`remat`), for strategies that would not fit without.
 Never chosen is what changes results: precision, the capacity factor, quantised communication; nor microbatches, whose mean is the loss of
 the whole batch for some losses only, nor, as it needs them, `pp`.
 """
@@ -11,12 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphacc.errors import StrategyError
-from graphacc.strategy.spec import CONTEXTS, Strategy, parse_fields
+from graphacc.strategy.spec import CONTEXTS, Strategy, field_text, parse_fields
 
 MESH: tuple[str, ...] = ("dp", "fsdp", "tp", "cp", "ep")
 """The axes whose sizes are chosen."""
-CHOSEN = (*MESH, "zero", "sequence_parallel", "context")
+CHOSEN = (*MESH, "zero", "sequence_parallel", "context", "remat")
 """The fields that the search fills in where they are not pinned."""
+
+
+REMATS: tuple[Any, ...] = ((("*", "cheap"),), (("*", "products"),), "blocks")
+"""What is tried of `remat`, from the one that computes least again; all blocks keep the same (`Strategy.remat`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class Request:
     @property
     def text(self) -> str:
         """What `parse` reads."""
-        return ",".join(["auto", *(f"{name}={value}" for name, value in self.pins.items())])
+        return ",".join(["auto", *(f"{name}={field_text(value)}" for name, value in self.pins.items())])
 
     @classmethod
     def parse(cls, text: str, devices: int) -> "Request":

@@ -199,7 +199,7 @@ class Strategy:
 
     def __str__(self) -> str:
         """The shortest text that `parse` reads back."""
-        changed = [f"{f.name}={_text(value)}" for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
+        changed = [f"{f.name}={field_text(value)}" for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
         return ",".join(changed)
 
 
@@ -258,7 +258,8 @@ def _check_memory(value: object, remat: object) -> None:
         raise StrategyError(f"memory_gb={value!r} is what remat='auto' chooses by, and remat is {remat!r}: set remat='auto', or leave memory_gb out")
 
 
-def _text(value: object) -> str:
+def field_text(value: object) -> str:
+    """The value of a field as `Strategy.parse` reads it."""
     return ";".join(f"{pattern}:{chunk}" for pattern, chunk in value) if isinstance(value, tuple) else str(value)
 
 

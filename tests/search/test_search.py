@@ -12,7 +12,7 @@ from zoo_steps import build, shared_case
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
 from graphacc.search import Plan, Request, Search
-from graphacc.search.space import Refusals, candidates
+from graphacc.search.space import REMATS, Refusals, candidates
 from graphacc.strategy import Strategy
 
 CPU = Hardware.parse("cpu:8")
@@ -48,6 +48,22 @@ def large() -> Search:
     ids = torch.zeros(16, 128, dtype=torch.long)
     case = build(gpt2(layers=2, width=256, length=128, vocabulary=2048), {"input_ids": ids, "labels": ids})
     return Search(case.joint, case.update, CPU)
+
+
+@functools.cache
+def deep() -> Search:
+    """GPT-2 with layers enough that what they keep decides the peak."""
+    ids = torch.zeros(16, 128, dtype=torch.long)
+    case = build(gpt2(layers=6, width=128, length=128, vocabulary=512), {"input_ids": ids, "labels": ids})
+    return Search(case.joint, case.update, CPU)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8,remat=blocks", "dp=4,tp=2,remat=*:products", "fsdp=8,remat=*:cheap"])
+def test_estimates_know_what_is_computed_again(strategy):
+    composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (deep().estimate, deep().evaluate))
+    without = deep().estimate(Strategy.parse(strategy).replace(remat="none"))
+    assert composed.seconds == pytest.approx(exact.seconds, rel=0.02) and composed.seconds > 1.02 * without.seconds
+    assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.1) and composed.temporary_bytes < 0.9 * without.temporary_bytes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -98,6 +114,20 @@ def search_with(other: Search, memory_bytes: int) -> Search:
     found = Search(other.joint, other.update, other.hardware, memory_bytes=memory_bytes)
     found._profiles, found._exact, found._splits = other._profiles, other._exact, other._splits
     return found
+
+
+def test_what_does_not_fit_is_computed_again():
+    """The least rematerialisation that lets a strategy fit; less memory never takes less of it, nor less time."""
+    free = deep()
+    most, least = (free.needed(free.evaluate(Strategy.parse(text))) for text in ("fsdp=8", "fsdp=8,remat=blocks"))
+    request = Request.parse("auto,fsdp=8", 8)
+    found = [search_with(free, round(least + share * (most - least))).run(request) for share in (1.01, 0.9, 0.5, 0.02)]
+    chosen = [plan.strategy.remat for plan in found]
+    order = ["none", *REMATS]
+    assert chosen[0] == "none" and chosen[1] != "none" and chosen[-1] == "blocks" and sorted(chosen, key=order.index) == chosen
+    assert [plan.estimate.seconds for plan in found] == sorted(plan.estimate.seconds for plan in found)
+    with pytest.raises(StrategyError, match=r"with remat=none fits[\s\S]*  remat=\*:cheap in the place of remat=none"):
+        search_with(free, (most + least) // 2).run(Request.parse("auto,fsdp=8,remat=none", 8))
 
 
 def test_conflicting_pins_are_named_with_what_would_do():
