@@ -13,7 +13,7 @@ from graphacc.passes.memory.csvfile import read_problem, write_solution
 from graphacc.passes.memory.jsonfile import read_order_problem, write_plan
 from graphacc.passes.memory.plan import plan as plan_order_and_addresses
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, LiveBuffer, OrderPlan, Status
-from graphacc.search.command import add_command as add_plan_command
+from graphacc.plan_command import add_command as add_plan_command
 
 EXIT_SOLVED, EXIT_UNSOLVED, EXIT_ERROR = 0, 1, 2
 

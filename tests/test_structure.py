@@ -34,10 +34,11 @@ MAY_IMPORT = {
     "loop": {"errors", "_compat", "graph", "hlo", "capture", "costs", "passes", "runtime", "search", "strategy"},
     "api": {"costs", "errors", "loop", "runtime", "search", "strategy"},
     "checkpoints": {"errors", "graph", "loop", "runtime"},
-    "report": {"errors", "graph", "strategy", "runtime", "loop", "passes", "passes.memory"},
+    "report": {"errors", "cache", "graph", "strategy", "runtime", "loop", "passes", "passes.memory", "search"},
     "distributed": {"runtime"},
     "doctor": {"", "cache", "capture", "costs", "errors", "kernels"},
-    "cli": {"doctor", "errors", "costs", "report", "passes.memory", "search"},
+    "plan_command": {"errors", "report", "search"},
+    "cli": {"doctor", "plan_command", "errors", "costs", "report", "passes.memory", "search"},
     "examples": {"", "runtime"},
 }
 """Folder or module -> what it may import from graphacc; "" is the public package itself."""

@@ -331,7 +331,7 @@ class Search:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
         profile = self.estimate(strategy)
         update = None if self.accumulates else self.update
-        local = self._local(self.joint if update is None else stitch(self.joint, update), strategy)
+        local = self.program_of(strategy)
         held = dict.fromkeys(Kind, 0)
         for node, item in zip(local.placeholders, local.inputs):
             held[item.kind] += value_bytes(node)
@@ -347,6 +347,14 @@ class Search:
             temporary_bytes=predict_memory(local).temporary_bytes,
         )
         return self._with_gradients(found, strategy)
+
+    def program_of(self, strategy: Strategy) -> StepGraph:
+        """The whole step of one device: with the update where it is known, and no gradients are accumulated.
+
+        Raises:
+            StrategyError, GraphError: the passes refuse the strategy.
+        """
+        return self._local(self.joint if self.update is None or self.accumulates else stitch(self.joint, self.update), strategy)
 
     def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
         splits = None

@@ -56,6 +56,27 @@ def plan(
         StrategyError: no strategy fits; with the pins that conflict, and what would do.
         CaptureError: the step cannot be captured.
     """
+    return search_and_plan(
+        model, batch, optimizer, hardware=hardware, strategy=strategy, memory_gib=memory_gib, precision=precision, loss=loss, batch_dims=batch_dims,
+        annotations=annotations, **pins,
+    )[1]  # fmt: skip
+
+
+def search_and_plan(
+    model: nn.Module,
+    batch: Any,
+    optimizer: "torch.optim.Optimizer | MakeOptimizer | None" = None,
+    *,
+    hardware: Hardware | str | None = None,
+    strategy: Strategy | str = "auto",
+    memory_gib: float | None = None,
+    precision: str | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    annotations: Mapping[str, Iterable[str | None]] | None = None,
+    **pins: Any,
+) -> tuple[Search, Plan]:
+    """The plan, and the search that it came from; arguments and errors as of `plan`."""
     found = hardware if isinstance(hardware, Hardware) else Hardware.present() if hardware is None else Hardware.parse(hardware)
     request, fixed = _asked(strategy, pins | ({} if precision is None else {"precision": precision}), found.num_devices)
     asked = request.pins if fixed is None else dataclasses.asdict(fixed)
@@ -72,7 +93,7 @@ def plan(
         annotations=annotations,
         memory_bytes=None if memory_gib is None else round(memory_gib * 2**30),
     )
-    return search.run(request) if fixed is None else search.plan_of(fixed)
+    return search, search.run(request) if fixed is None else search.plan_of(fixed)
 
 
 def search_of(

@@ -1,5 +1,6 @@
 """Writing the local graph: operator calls with fake values, collectives, and changes of placement."""
 
+import dataclasses
 import math
 import operator
 from typing import Any
@@ -81,7 +82,8 @@ class Emitter:
         new.meta = {key: self.node.meta[key] for key in _META if key in self.node.meta}
         new.meta["val"] = value
         if new.target is self.node.target and "move" in self.node.meta:  # a collective over another axis
-            new.meta["move"] = self.node.meta["move"]
+            move, whole = self.node.meta["move"], self.node.meta["val"].numel()
+            new.meta["move"] = dataclasses.replace(move, size_bytes=move.size_bytes * value.numel() // max(1, whole))  # of this rank's part
         return new
 
     # Collectives

@@ -10,23 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from graphacc._compat import jax_ as compat
-
-TARGET = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
-  l2_cache_size: 52428800  memory_bandwidth: 3352320000000  device_memory_size: 84942979072
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9  minor: 10 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-"""stream_executor.GpuTargetConfigProto of an H100 SXM."""
+from graphacc.runtime.absent import TARGETS
 
 FAST = {"xla_gpu_autotune_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiler options with which XLA takes half the time."""
@@ -37,7 +21,7 @@ CUBLAS = FAST | {"xla_gpu_enable_triton_gemm": False}
 @functools.cache
 def devices(count: int = 1) -> list:
     """`count` H100s of one machine."""
-    return topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{count}").devices
+    return topologies.get_topology_desc(platform="cuda", target_config=TARGETS["h100"], topology=f"1x1x{count}").devices
 
 
 def like(mesh: Mesh) -> Mesh:

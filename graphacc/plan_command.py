@@ -6,7 +6,8 @@ import pathlib
 import sys
 
 from graphacc.errors import StrategyError
-from graphacc.search.model import plan
+from graphacc.report.plan_page import save_page
+from graphacc.search.model import search_and_plan
 
 
 def add_command(commands) -> None:
@@ -26,6 +27,8 @@ def add_command(commands) -> None:
     parser.add_argument("--strategy", metavar="TEXT", help="evaluate this strategy, and search nothing")
     parser.add_argument("--precision", choices=("fp32", "bf16"))
     parser.add_argument("--output", metavar="FILE", help="write the plan, which graphacc.compile(strategy=FILE) replays; the name ends in .json")
+    parser.add_argument("--check", choices=("xla",), help="compile the plan for this hardware, without it if need be, and print memory and collectives beside the predicted ones")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
     parser.set_defaults(run=_run)
 
 
@@ -39,8 +42,14 @@ def _run(options: argparse.Namespace) -> int:
     strategy = options.strategy if options.strategy is not None else ",".join(["auto", *options.pin])
     if options.strategy is not None and options.pin:
         raise StrategyError(f"--pin {options.pin[0]} beside --strategy {options.strategy}: a whole strategy is evaluated as it is; give one of them")
-    found = plan(*made, hardware=options.hardware, strategy=strategy, memory_gib=options.memory, precision=options.precision)
+    search, found = search_and_plan(*made, hardware=options.hardware, strategy=strategy, memory_gib=options.memory, precision=options.precision)
     print(found)
+    if options.html is not None:
+        save_page(found, options.html)
+    if options.check is not None:
+        from graphacc.report.plan_check import check_plan  # loads JAX
+
+        print(check_plan(search, found))
     if options.output is not None:
         found.save(options.output)
     return 0
