@@ -41,13 +41,13 @@ _PUBLIC = {
 }
 """The public list: name -> module. Modules are loaded when a name is first used, so importing graphacc is cheap."""
 
-_MODULES = ("distributed",)
+_MODULES = ("distributed", "report")
 """Public modules, loaded alike."""
 
 __all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 if _typing.TYPE_CHECKING:
-    from graphacc import distributed
+    from graphacc import distributed, report
     from graphacc.api import compile, mark_sharding, train_step, verify
     from graphacc.checkpoints import load_checkpoint, save_checkpoint
     from graphacc.costs.hardware import Hardware
