@@ -6,6 +6,7 @@ import sys
 import weakref
 
 import torch
+from torch.nn.utils import parametrize
 
 
 def group_rank(name: str) -> int:
@@ -138,6 +139,16 @@ def patched(owner, **replacements):
     finally:
         for name, value in before.items():
             delattr(owner, name) if value is missing else setattr(owner, name, value)
+
+
+def caches_parametrizations() -> bool:
+    """Whether the caller is inside ``torch.nn.utils.parametrize.cached()``."""
+    return parametrize._cache_enabled > 0
+
+
+def own_parametrization_cache() -> contextlib.AbstractContextManager:
+    """Weights that are computed inside are not those of the surrounding ``parametrize.cached()``, and do not stay in it."""
+    return patched(parametrize, _cache={})
 
 
 @contextlib.contextmanager

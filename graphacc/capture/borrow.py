@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from graphacc._compat.torch_ import own_parametrization_cache
 from graphacc.errors import CaptureError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -56,7 +57,8 @@ def borrowed(model: nn.Module):
             )
     saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES}) for module in model.modules()]
     try:
-        yield
+        with own_parametrization_cache():
+            yield
     finally:
         for module, attributes, tables in saved:
             _restore(vars(module), attributes)

@@ -112,6 +112,42 @@ def _std_mean(x: Tensor, dim=None, *, correction=None, keepdim=False) -> tuple[T
     return var.sqrt(), mean
 
 
+def _lu_of(a: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """The factors that torch keeps for a backward: of a real contiguous matrix those of its transpose, by which backward goes, too.
+
+    Decided here, as a later pass does not know how a matrix is laid out in memory.
+    """
+    transposed = a.is_contiguous() and not a.is_complex()
+    return *aten.linalg_lu_factor_ex.default(a.mT if transposed else a), transposed
+
+
+def _permutation_sign(lu: Tensor, pivots: Tensor) -> Tensor:
+    swapped = pivots != torch.arange(1, lu.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return (1 - 2 * (swapped.sum(-1) % 2)).to(lu.dtype)
+
+
+@_decomposes(aten._linalg_solve_ex.default)
+def _linalg_solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lu, pivots, info, transposed = _lu_of(a)
+    vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    right = b.unsqueeze(-1) if vector else b
+    result = aten.linalg_lu_solve.default(lu, pivots, right, left=left or vector, adjoint=transposed)
+    return result.squeeze(-1) if vector else result, lu, pivots, info
+
+
+@_decomposes(aten._linalg_det.default)
+def _linalg_det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lu, pivots, _, _ = _lu_of(a)
+    return _permutation_sign(lu, pivots) * lu.diagonal(0, -2, -1).prod(-1), lu, pivots
+
+
+@_decomposes(aten._linalg_slogdet.default)
+def _linalg_slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lu, pivots, _, _ = _lu_of(a)
+    diagonal = lu.diagonal(0, -2, -1)
+    return _permutation_sign(lu, pivots) * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1), lu, pivots
+
+
 @_decomposes(aten.native_group_norm.default)
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
+from graphacc._compat.torch_ import caches_parametrizations
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
@@ -33,7 +35,7 @@ from graphacc.loop.gradients import Gradients, used_again
 from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
 from graphacc.loop.islands import Islands
 from graphacc.loop.losses import LossWatch
-from graphacc.loop.managed import SPENT, ZERO, Handle, manage
+from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
 from graphacc.loop.model_call import ModelCall
 from graphacc.loop.optimizers import Binding, bind, parameter_names
 from graphacc.loop.programs import Programs
@@ -198,6 +200,8 @@ class Engine:
         return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
 
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
+        if caches_parametrizations() and any(_is_parametrization_with_buffers(module) for module in self.structure.modules):
+            raise NotRecorded("parametrize.cached() around it: a parametrization that updates its buffers runs once for all calls inside")
         trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
         if not trains:
             self.settle_buffers()
@@ -306,6 +310,11 @@ class Engine:
         if not self.structure.is_current():
             self._follow_replacements()
         with torch._C.DisableTorchFunctionSubclass():
+            if swapped := [handle.name for handle in self.handles.values() if handle_of(handle.tensor) is not handle]:
+                raise LoopError(
+                    f"{swapped[0]!r} was exchanged by torch.utils.swap_tensors, which leaves the compiled model with a tensor that it does not know: "
+                    "swap before graphacc.compile, assign a new nn.Parameter to the module, or write in place (copy_)"
+                )
             grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
         return tuple((module, module.training) for module in self.structure.modules), grads
 
@@ -676,6 +685,10 @@ def _grad_mode(tensor: Tensor) -> object:
     """Whether a parameter takes a gradient, and its hooks."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
+
+
+def _is_parametrization_with_buffers(module: nn.Module) -> bool:
+    return isinstance(module, ParametrizationList) and any(True for _ in module.buffers())
 
 
 def _forms(handles: Mapping[str, Handle]) -> dict[str, tuple]:

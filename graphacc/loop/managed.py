@@ -246,12 +246,17 @@ class Managed(Tensor):
         kwargs = kwargs or {}
         if func in _GRADIENT:
             return _GRADIENT[func](*args)
-        if func == Tensor.data.__set__ and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
+        replaces = func in (Tensor.data.__set__, Tensor.set_) and len(args) > 1 and isinstance(args[1], Tensor)
+        if replaces and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
             handle.engine.before_another_form(handle)
         result = run_function(func, args, kwargs)
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
             result.__class__ = type(args[0])  # what nn.Parameter(parameter) asks of a subclass; it belongs to no model yet
         return result
+
+    def set_(self, *args, **kwargs):
+        """The one method that writes and does not ask `__torch_function__` itself."""
+        return self.__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
 
     def __deepcopy__(self, memo):
         """An ordinary tensor or parameter with the current value."""
@@ -338,10 +343,11 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
             handle.engine.settle_buffers()
         handle.refresh()
         handle.viewed = True
-        if exposes or writes_by_name(func):
+        writes = exposes or writes_by_name(func)
+        if writes:
             handle.engine.before_write(handle)
             handle.writes += 1
-        handle.exposed = handle.exposed or exposes or handle.kind is Kind.BUFFER  # batch_norm writes without counting versions
+        handle.exposed = handle.exposed or writes or handle.kind is Kind.BUFFER  # `set_` and batch_norm write without counting versions
 
 
 def writes_by_name(func) -> bool:

@@ -111,7 +111,7 @@ class Region:
         self.engine = engine
         self.tape = tape
         self.outputs = outputs
-        self.inputs = sorted(tape.differentiable)
+        self.inputs = tape.inputs
         self.use = engine.regions.setdefault(name, Use(name))
         self.handles = [handle for handle in engine.handles.values() if handle.kind is Kind.PARAM and handle.tensor.requires_grad]
         self._buffers: dict[str, Tensor] = {}  # what backward reads of the buffers as they were

@@ -11,7 +11,7 @@ import itertools
 import operator
 import typing
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,20 @@ class Param:
 
 
 @dataclasses.dataclass(frozen=True)
+class View:
+    """A tensor that shares the memory of one from outside the tape."""
+
+    of: External
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, from the first one of the tensor from outside
+
+    def made_of(self, tensor: Tensor) -> Tensor:
+        """The same view of a tensor."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """One recorded function call; tensors among its leaves are `Ref`, `External` or `Param`."""
 
@@ -63,8 +77,8 @@ class Call:
     asked: Callable  # the same; of the model without what it was answered
     leaves: tuple  # flattened (args, kwargs)
     spec: pytree.TreeSpec
-    results: tuple[int, ...]  # value index of every tensor in the result, in pytree order
-    result_leaves: tuple  # the flattened result: a Ref for a tensor, the object itself otherwise
+    results: tuple[int, ...]  # value index of every tensor in the result that the call makes, in pytree order
+    result_leaves: tuple  # the flattened result: a Ref for a tensor that it makes, an External, View or Param for one that it gives back, other objects themselves
     result_spec: pytree.TreeSpec
     grad_enabled: bool  # recorded outside of torch.no_grad()
     autocast: torch.dtype | None  # the dtype of the torch.autocast around it
@@ -73,6 +87,7 @@ class Call:
     reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
     log: Log | None = None  # what later calls need to know to ask for values
     bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
+    unused: frozenset[int] = frozenset()  # tensors from outside that require a gradient, and get none from any result
 
     @property
     def externals(self) -> list[int]:
@@ -157,8 +172,17 @@ class Tape:
         self._forget_overwritten(call)
         if call.replaces is not None:
             leaves[call.replaces].bind(self, call.results[0])
-        results = [self.promise(leaf.index) if isinstance(leaf, Ref) else leaf for leaf in call.result_leaves]
-        return pytree.tree_unflatten(results, call.result_spec)
+        return pytree.tree_unflatten([self._given_back(leaf) for leaf in call.result_leaves], call.result_spec)
+
+    def _given_back(self, leaf: object) -> object:
+        """What the loop gets for a leaf of a result."""
+        if isinstance(leaf, Ref):
+            return self.promise(leaf.index)
+        if isinstance(leaf, External):
+            return self.sources[leaf.index]
+        if isinstance(leaf, View):
+            return leaf.made_of(self.sources[leaf.of.index])
+        return self.engine.handles[leaf.name].tensor if isinstance(leaf, Param) else leaf
 
     def _varying(self, function: Callable, leaves: Sequence, spec: pytree.TreeSpec) -> set[int]:
         """The numbers among the arguments that are not what they were at this place of the last recording, or of an earlier one."""
@@ -429,9 +453,12 @@ class Tape:
                 raise NotRecorded("it writes under torch.inference_mode")
         replaces = self._check_writes(refs, given, fakes, written, leaves)
         by_id = {id(fake): i for i, fake in enumerate(self.values)}
+        outside = self._outside(function, [(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if i not in varying])
         result_leaves, indices = [], []
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and id(leaf) not in by_id and (place := _place(leaf, outside)) is not None:
+                leaf = place
+            elif isinstance(leaf, Tensor):
                 index = by_id[id(leaf)] if id(leaf) in by_id else self.add_value(leaf)
                 by_id[id(leaf)] = index
                 indices.append(index)
@@ -455,9 +482,29 @@ class Tape:
             reads=reads,
             log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
             bounds=bounds,
+            unused=self._unused(fakes, refs, leaves),
         )
         self._keep_variant(variants, reads, call)
         return call
+
+    def _outside(self, function: Callable, given: list[tuple]) -> "list[tuple[Tensor, External | Param]]":
+        """The fake tensors of what a call may give back: its arguments, and the parameters and buffers of the model."""
+        arguments = [(fake, ref) for fake, ref in given if isinstance(ref, External) and self.externals[ref.index] is self.sources[ref.index]]
+        if not self.engine.is_model(function):
+            return [*arguments, *((fake, ref) for fake, ref in given if isinstance(ref, Param))]
+        return [*arguments, *((self.engine.fake(Param(name)), Param(name)) for name in self.engine.handles)]
+
+    def _unused(self, fakes: Sequence, refs: tuple, results: Sequence) -> frozenset[int]:
+        differentiable = {id(fake): ref.index for fake, ref in zip(fakes, refs) if isinstance(ref, External) and ref.index in self.differentiable}
+        if not differentiable:
+            return frozenset()
+        reached = {id(leaf) for leaf in reached_leaves(result for result in results if isinstance(result, Tensor))}
+        return frozenset(index for fake, index in differentiable.items() if fake not in reached)
+
+    @property
+    def inputs(self) -> list[int]:
+        """The tensors from outside to which a gradient flows from the forward part."""
+        return sorted(i for i in self.differentiable if any(i in call.externals and i not in call.unused for call in self.forward_calls))
 
     def _recorder(self, leaves: list, args: tuple) -> Recorder | None:
         """What notes bounds of indices in the batch, and answers reads of it unless the batch that a program gets is not the one that the loop gave."""
@@ -577,8 +624,9 @@ class Tape:
             with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers:
                 result = call.function(*args, **kwargs)
             tensors = [leaf for leaf in objects.flatten(result)[0] if isinstance(leaf, Tensor)]
-            assert len(tensors) == len(call.results), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(call.results)} were recorded"
-            env.update(zip(call.results, tensors))
+            places = [leaf for leaf in call.result_leaves if isinstance(leaf, (Ref, External, View, Param))]
+            assert len(tensors) == len(places), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(places)} were recorded"
+            env.update((place.index, tensor) for place, tensor in zip(places, tensors) if isinstance(place, Ref))
 
     def reads(self, call: Call) -> set[int]:
         """The values that a call reads."""
@@ -647,6 +695,39 @@ def autocast_dtype() -> torch.dtype | None:
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _place(result: Tensor, outside: "Sequence[tuple[Tensor, External | Param]]") -> "External | View | Param | None":
+    """What a call gave back, if its result is none that it made."""
+    for fake, place in outside:
+        if result is fake:
+            return place
+    shown = (result.layout, result.is_conj(), result.is_neg()) == (torch.strided, False, False)
+    for fake, place in outside:
+        if shown and isinstance(place, External) and not result.requires_grad and result.dtype is fake.dtype and _memory(result) == _memory(fake):
+            return View(place, tuple(result.shape), result.stride(), int(result.storage_offset() - fake.storage_offset()))
+    return None
+
+
+def reached_leaves(results: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of autograd's graph from which tensors are computed, or which they are."""
+    found = []
+    stack: list[typing.Any] = []
+    for result in results:
+        if result.grad_fn is None:
+            found.append(result)
+        else:
+            stack.append(result.grad_fn)
+    seen: set[object] = set()
+    while stack:
+        function = stack.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if (variable := getattr(function, "variable", None)) is not None:
+            found.append(variable)
+        stack.extend(following for following, _ in function.next_functions)
+    return found
 
 
 def _number_dtype(leaves: Sequence) -> torch.dtype:

@@ -174,13 +174,18 @@ class LazyMode(TorchDispatchMode):
         return self._by_value(func, args, kwargs, given, f"torch_xla has no HLO for {func}")
 
 
+_AS_REAL = frozenset({aten.view_as_real.default, aten.view_as_real_copy.default})
+"""torch_xla notes their result with the complex tensor's number of dims, so that a permutation of it ends the process."""
+
+
 def _record(func, args: tuple, kwargs: dict) -> object:
     try:
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
     except RuntimeError as error:
         if "Unexpected execution" not in str(error):
             raise
         raise NotRecorded(f"torch_xla computes {func} on the host for these arguments") from error
+    return torch.view_copy(result, result.shape) if func in _AS_REAL else result
 
 
 @functools.cache

@@ -19,6 +19,9 @@ _BY_DECOMPOSITION = (
     aten.native_layer_norm_backward.default,
     aten.native_group_norm.default,
     aten.native_group_norm_backward.default,
+    aten._linalg_solve_ex.default,  # torch's backward goes by which of a matrix and its transpose was factored
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
     aten.aminmax.default,  # torch_xla gives its results the shape of the whole tensor
     aten.roll.default,  # torch_xla divides by the size of a dim, which may be zero: the process would die
     aten.linalg_vector_norm.default,  # torch_xla gives a wrong number for the norm of order infinity

@@ -186,39 +186,6 @@ def _lu_solve(ctx, lu, pivots, b, *, left=True, adjoint=False):
     return _transposed((_solve_factored if adjoint else _solve_factored_adjoint)(lu, pivots, _transposed(b)))
 
 
-@register("aten._linalg_solve_ex.default")
-def _solve(ctx, a, b, *, left=True, check_errors=False):
-    """The solution, and the factors that torch keeps for the backward."""
-    vector = (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]) or b.ndim == 1
-    lu, pivots = _lu(a)
-    right = b[..., None] if vector else b
-    solution = _lu_solve(ctx, lu, pivots, right, left=left or vector)
-    return solution[..., 0] if vector else solution, lu, pivots, _no_error(ctx, 3)
-
-
-def _sign_log_det(lu, pivots):
-    diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
-    swaps = jnp.sum(pivots != np.arange(1, lu.shape[-1] + 1), axis=-1)
-    sign = jnp.where(swaps % 2 == 0, 1, -1).astype(lu.dtype) * jnp.prod(
-        diagonal / jnp.where(diagonal == 0, 1, jnp.abs(diagonal)), -1
-    )
-    return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), -1)
-
-
-@register("aten._linalg_det.default")
-def _det(ctx, x):
-    lu, pivots = _lu(x)
-    swaps = jnp.sum(pivots != np.arange(1, x.shape[-1] + 1), axis=-1)
-    sign = jnp.where(swaps % 2 == 0, 1, -1).astype(x.dtype)
-    return sign * jnp.prod(jnp.diagonal(lu, axis1=-2, axis2=-1), -1), lu, pivots
-
-
-@register("aten._linalg_slogdet.default")
-def _slogdet(ctx, x):
-    lu, pivots = _lu(x)
-    return *_sign_log_det(lu, pivots), lu, pivots
-
-
 @register("aten.linalg_householder_product.default")
 def _householder_product(ctx, x, tau):
     return lax.linalg.householder_product(x, tau)
