@@ -90,10 +90,11 @@ def _var_mean(x: Tensor, dim=None, *, correction=None, keepdim=False) -> tuple[T
     mean = wide.sum(dims, keepdim=True) / count
     centred = wide - mean
     divisor = max(0.0, count - (1.0 if correction is None else float(correction)))
-    var = (centred * centred).sum(dims, keepdim=True) / divisor
+    squares = (centred * centred.conj()).real if centred.is_complex() else centred * centred
+    var = squares.sum(dims, keepdim=True) / divisor
     if not keepdim:
         mean, var = mean.squeeze(dims), var.squeeze(dims)
-    return var.to(x.dtype), mean.to(x.dtype)
+    return var.to(x.real.dtype if x.is_complex() else x.dtype), mean.to(x.dtype)
 
 
 @_decomposes(aten.var.correction)
@@ -110,6 +111,28 @@ def _std(x: Tensor, dim=None, *, correction=None, keepdim=False) -> Tensor:
 def _std_mean(x: Tensor, dim=None, *, correction=None, keepdim=False) -> tuple[Tensor, Tensor]:
     var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
     return var.sqrt(), mean
+
+
+def _storage_order(x: Tensor) -> list[int] | None:
+    """The permutation of dims in which a dense tensor is contiguous, if it is not so already."""
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
+    return order if not x.is_contiguous() and x.permute(order).is_contiguous() else None
+
+
+@_decomposes(aten.as_strided.default)
+def _as_strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
+    """Of a contiguous tensor: what a partition gathers is contiguous, whatever it was before."""
+    if (order := _storage_order(x)) is None:
+        return NotImplemented
+    return aten.as_strided.default(x.permute(order), size, stride, storage_offset)
+
+
+@_decomposes(aten.as_strided_scatter.default)
+def _as_strided_scatter(x: Tensor, source: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
+    if (order := _storage_order(x)) is None:
+        return NotImplemented
+    result = aten.as_strided_scatter.default(x.permute(order), source, size, stride, storage_offset)
+    return result.permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _lu_of(a: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:

@@ -155,10 +155,33 @@ def ctc_loss(
     total = torch.logsumexp(ends, 1)
     possible = total > NEVER / 2
     infinite = 0.0 if zero_infinity else -torch.where(possible, 0.0, total + log_probs.sum((0, 2))) * torch.inf  # its gradient is NaN, as torch's
-    losses = torch.where(possible, -total, infinite)
+    losses = torch.where(possible, -total + _normalising(log_probs, input_lengths), infinite)
     if reduction == "mean":
         return (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
+
+
+def _normalising(log_probs: Tensor, input_lengths: Tensor) -> Tensor:
+    """Zeros, [B], with the gradient of the sum of all probabilities.
+
+    Torch's gradient is the one with regard to what a log_softmax is taken of, whether `log_probs` [T, B, C] come from one or not.
+    """
+    sums = log_probs.exp().sum(2)
+    read = torch.arange(log_probs.shape[0], device=log_probs.device).unsqueeze(1) < input_lengths
+    return torch.where(read, sums - sums.detach(), 0.0).sum(0)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """torch.nn.functional.embedding whose gradient is dense: the same numbers, zeros written out."""
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
 def _padded_targets(targets: Tensor, lengths: Tensor) -> Tensor:
@@ -204,6 +227,7 @@ class WrittenOut(TorchFunctionMode):
 
 
 _WRITTEN_OUT = {
+    F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,
     F.one_hot: one_hot,

@@ -24,7 +24,7 @@ from graphacc.capture.backend import FX, Backend
 from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
 from graphacc.capture.checkpointed import Checkpoints
 from graphacc.capture.functions import WrittenOut
-from graphacc.capture.guards import ForeignWrites, dense_gradients, no_python_randomness, watched_attributes
+from graphacc.capture.guards import ForeignWrites, no_python_randomness, watched_attributes
 from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import KEY, Results, Slot
 from graphacc.errors import CaptureError, ParameterWritten
@@ -152,7 +152,7 @@ def _capture(
         results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
         return results + [(Kind.BUFFER, item.name, _current(model, item).detach()) for item in buffers]
 
-    with borrowed(model), dense_gradients(model), contextlib.ExitStack() as stack:
+    with borrowed(model), contextlib.ExitStack() as stack:
         stack.enter_context(compiling())
         packed = any("position_ids" in path for path in batch.paths)
         stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=Checkpoints(model, marks=backend is FX)))

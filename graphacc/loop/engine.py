@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import caches_parametrizations
+from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
@@ -202,6 +202,8 @@ class Engine:
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
         if caches_parametrizations() and any(_is_parametrization_with_buffers(module) for module in self.structure.modules):
             raise NotRecorded("parametrize.cached() around it: a parametrization that updates its buffers runs once for all calls inside")
+        if any(is_multi_grad_hook(hook) for mode in function.mode[1] if mode not in (True, False) for hooks in mode[1:] for hook in hooks):
+            raise NotRecorded("a parameter has a hook of torch.autograd.graph.register_multi_grad_hook")
         trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
         if not trains:
             self.settle_buffers()

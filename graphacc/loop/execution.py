@@ -108,7 +108,7 @@ class Execution:
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
             self._fulfil(tape, self._run(compiled, tape, binding=binding))
-        binding.copies = {}
+        self._after_update(binding)
         self.engine.gradients.pending = None
         self.engine.close(tape)
 
@@ -136,10 +136,16 @@ class Execution:
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
             self._fulfil(tape, self._run(compiled, tape, binding=binding))
-        binding.copies = {}
+        self._after_update(binding)
         if self.engine.gradients.pending is tape:
             self.engine.gradients.pending = None  # the next step may have gradients that PyTorch computed
         self.engine.close(tape)
+
+    def _after_update(self, binding: Binding) -> None:
+        """The state on the devices is new: fetched copies are out of date, and a tensor that the loop holds sees the new values at once."""
+        binding.copies = {}
+        if binding.is_held:
+            self.engine.fetch_optimizer_state(binding)
 
     def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:
         made = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}

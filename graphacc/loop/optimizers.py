@@ -7,6 +7,7 @@ whoever looks into ``optimizer.state`` finds it there, and what was changed in i
 
 import collections
 import dataclasses
+import sys
 import typing
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from graphacc._compat.torch_ import storage_users
 from graphacc.capture.optimizer import is_separable
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
@@ -38,6 +40,7 @@ class Binding:
     statics: dict[str, object] = dataclasses.field(default_factory=dict)
     fetch: Callable[[], None] = lambda: None
     copies: dict[int, tuple[Tensor, int]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its version counter then
+    given_out: bool = False  # the loop may hold tensors of the state
 
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
@@ -74,7 +77,7 @@ class Binding:
         state = self.optimizer.state
         if not isinstance(state, StateView) or state.binding is not self:
             self.optimizer.state = StateView(self, state)
-            self.state_on_device, self.copies = False, {}
+            self.state_on_device, self.copies, self.given_out = False, {}, True
         elif self.state_on_device and self.copies:
             held = [value for values in dict.values(state) for value in values.values() if isinstance(value, Tensor)]
             known = [self.copies.get(id(value)) for value in held]
@@ -87,12 +90,36 @@ class Binding:
         numbers = {} if is_separable(self.optimizer) else {key: python_number(x) for key, x in tensors.items()}
         view = self.optimizer.state
         entry = dict.setdefault(view, parameter, {})
-        entry.update(tensors | {key: x for key, x in numbers.items() if x is not None})
-        self.copies |= {id(x): (x, x._version) for x in tensors.values() if numbers.get(_key_of(tensors, x)) is None}
+        for key, fetched in tensors.items():
+            if (number := numbers.get(key)) is not None:
+                entry[key] = number
+                continue
+            held = entry.get(key)
+            if isinstance(held, Tensor) and (held.shape, held.dtype) == (fetched.shape, fetched.dtype):
+                with torch.no_grad():
+                    held.copy_(fetched)  # PyTorch's optimizers write in place: who holds it sees that
+            else:
+                entry[key] = held = fetched
+            self.copies[id(held)] = held, held._version
+        self.given_out = True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the loop holds a tensor of the state (a state_dict that is no copy), through which it can read and write."""
+        if self.given_out:
+            entries = list(dict.values(self.optimizer.state))  # a state_dict has the same dicts
+            tensors = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+            alone = all(count <= _ALONE for held in (entries, tensors) for count in _references(held))
+            self.given_out = not alone or any(storage_users(tensor) > 1 for tensor in tensors)
+        return self.given_out
 
 
-def _key_of(tensors: dict[str, Tensor], value: Tensor) -> str:
-    return next(key for key, x in tensors.items() if x is value)
+def _references(values: list) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
+
+
+_ALONE = _references([value for value in {"state": torch.empty(0)}.values()])[0] + 1
+"""References to a value that nothing but the state holds: from the list, the loop over it, the call, and the state."""
 
 
 def python_number(value: Tensor) -> float | int | None:
@@ -170,7 +197,7 @@ def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
             alive.fetch_optimizer_state(binding)
 
     def forget_state(_optimizer):
-        binding.state_on_device = False
+        binding.state_on_device, binding.given_out = False, True
 
     binding.fetch = fetch
     optimizer.register_state_dict_pre_hook(fetch)

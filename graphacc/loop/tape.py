@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import storage_users
+from graphacc._compat.torch_ import storage_users, watched_by_autograd
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop.bounds import Bound
@@ -143,6 +143,8 @@ class Tape:
         Raises:
             NotRecorded: the call cannot be part of the recording, which is as it was before.
         """
+        if watched := watched_by_autograd():
+            raise NotRecorded(watched)
         counts = len(self.externals), len(self.values)
         given, spec = pytree.tree_flatten((args, kwargs))
         varying = self._varying(function, given, spec)

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from graphacc.errors import LoweringError
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Replicate, Shard, view_split
 from graphacc.passes.partition.routing import exchanged
 from graphacc.passes.partition.rules import Call, Dims, Plan, replicate, rule, split_of
@@ -264,8 +265,11 @@ def _as_strided(call: Call) -> Plan:
     """Strides mean memory, so that the operand has to be laid out as it was before."""
     for operand in call.operands:
         value: torch.Tensor = operand.node.meta["val"]
-        if not isinstance(operand.placement, Replicate):
-            assert value.is_contiguous(), f"{call.node.name}: as_strided reads the memory of a tensor that is not contiguous"
+        if not isinstance(operand.placement, Replicate) and not value.is_contiguous():
+            raise LoweringError(
+                f"{call.node.name} (as_strided) reads the storage of a {list(value.shape)} tensor with strides {list(value.stride())}, which XLA does not have: "
+                "use slicing, unfold or expand in the model"
+            )
     return replicate(call, "as_strided addresses memory")
 
 

@@ -336,3 +336,14 @@ def test_packed_sequences_are_run_by_pytorch(kind, enforce_sorted):
         assert abs(losses[0] - losses[1]) <= 1e-6
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(reference.state_dict().values(), model.state_dict().values()))
     assert any("runs by PyTorch" in reason for reason in model._graphacc_engine.by_pytorch.counts)
+
+
+def test_complex_numbers_as_pairs_can_be_permuted():
+    """torch_xla takes their shape for the complex tensor's, so that XLA ended the process."""
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+
+    def pairs(x):
+        return torch.view_as_real(torch.fft.rfft(x).transpose(1, 2)).transpose(1, 2).contiguous()
+
+    (found,) = run(lambda x: (pairs(x),), x)
+    assert_close(found, pairs(x))

@@ -45,3 +45,12 @@ def test_the_loss_and_its_gradient(frames, width):
 def test_a_frame_costs_no_nodes():
     assert len({len(step_graph(loss_and_gradient(ctc_loss), *example(frames, 3)).graph.nodes) for frames in (8, 64)}) == 1
 
+
+
+def test_the_gradient_is_torchs_where_no_log_softmax_comes_before():
+    logits, *rest = example(9, 3)
+    for reduction in ("mean", "sum"):
+        given = [logits.detach().requires_grad_() for _ in range(2)]
+        for x, function in zip(given, (F.ctc_loss, ctc_loss)):
+            function(x - 3, *rest, reduction=reduction, zero_infinity=True).backward()
+        torch.testing.assert_close(given[1].grad, given[0].grad, rtol=1e-12, atol=1e-12)

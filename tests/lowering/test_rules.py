@@ -10,6 +10,7 @@ from helpers_lowering import check_lowering, run_lowered, step_graph
 from operators_with_gradients import CASES, with_gradient
 
 import graphacc.ops  # noqa: F401  (registers the operators)
+from graphacc.capture.decompositions import decompositions
 from graphacc.capture.functions import WrittenOut
 from graphacc.errors import LoweringError
 
@@ -417,5 +418,32 @@ def test_math_constants_are_not_rounded_to_the_default_dtype():
 def test_operators_with_gradients(name):
     function, x = with_gradient(name)
     with WrittenOut():
-        step = step_graph(function, x)
+        step = step_graph(function, x, decompositions=decompositions())
     check_lowering(function, x, step=step)
+
+
+def test_spread_and_short_time_transforms_of_complex_numbers():
+    window = {"window": torch.hann_window(16), "n_fft": 16, "hop_length": 4}
+
+    def spread(x):
+        x = x.detach().requires_grad_()
+        z = torch.complex(x, x.flip(0) ** 2)
+        result = z.std(1) + torch.var_mean(z, 1, correction=0)[0]
+        return result.detach(), torch.autograd.grad(result.sum(), x)[0]
+
+    def back_and_forth(x):
+        return torch.istft(torch.stft(x, **window, return_complex=True) * 0.5, **window, length=x.shape[-1])
+
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    for function in (spread, back_and_forth):
+        check_lowering(function, x, step=step_graph(function, x, inside_mode=True, decompositions=decompositions()))
+
+
+@pytest.mark.parametrize("name", ["bartlett", "blackman", "hamming", "hann", "kaiser"])
+def test_windows(name):
+    window = getattr(torch, f"{name}_window")
+
+    def both(x):
+        return x * window(9), x * window(9, False)
+
+    check_lowering(both, torch.ones(9), step=step_graph(both, torch.ones(9), inside_mode=True))

@@ -13,7 +13,6 @@ from graphacc.capture.attention import whole_attention
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
-from graphacc.capture.guards import dense_gradients
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.dispatch import LazyMode
 from graphacc.capture.lazy.rewrites import Rewrites
@@ -38,7 +37,7 @@ def infer_call(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple, kwa
         lazy = {id(x): _placeholder(x) for x in pytree.tree_leaves((dict(tensors), args, kwargs)) if isinstance(x, Tensor)}
         given = {id(lazy[id(x)]): x for x in pytree.tree_leaves((dict(tensors), args, kwargs)) if isinstance(x, Tensor)}
         key = xla.placeholder(KEY.shape, KEY.dtype)
-        for context in (borrowed(model), dense_gradients(model), compiling(), whole_attention(), WrittenOut()):
+        for context in (borrowed(model), compiling(), whole_attention(), WrittenOut()):
             stack.enter_context(context)
         stack.enter_context(decided_branches(packed_sequences="position_ids" in kwargs))
         stack.enter_context(LazyMode([*lazy.values(), key], key))

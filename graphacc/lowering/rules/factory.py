@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, wide
@@ -23,6 +24,7 @@ def _constant(ctx, value):
     "aten.empty_strided.default",
     "aten.new_empty.default",
     "aten.new_empty_strided.default",
+    "aten._efficientzerotensor.default",
     "prims.empty_strided.default",
     "prims.empty_permuted.default",
 )
@@ -88,6 +90,25 @@ def linspace(ctx, start, end, steps, **_layout):
 @register("aten.eye.default", "aten.eye.m")
 def _eye(ctx, *_shape, **_layout):
     return jnp.eye(*ctx.shape, dtype=ctx.dtype)
+
+
+@register(
+    *(
+        f"aten.{name}_window.{overload}"
+        for name, overloads in {
+            "bartlett": ("default", "periodic"),
+            "blackman": ("default", "periodic"),
+            "hamming": ("default", "periodic", "periodic_alpha", "periodic_alpha_beta"),
+            "hann": ("default", "periodic"),
+            "kaiser": ("default", "periodic", "beta"),
+        }.items()
+        for overload in overloads
+    )
+)
+def _window(ctx, *numbers, **_layout):
+    """A constant, which torch computes."""
+    made = ctx.node.target(*numbers, dtype=torch.float64)
+    return cast(made.numpy(), ctx.dtype)
 
 
 @register("aten.tril_indices.default")
