@@ -197,8 +197,10 @@ def multilabel_margin_loss(input: Tensor, target: Tensor, size_average=None, red
 
     Args:
         input: [N, C] or [C].
-        target: class numbers, int64, of input's shape; in each row those before the first -1 count.
+        target: class numbers, int64, of input's shape; in each row those before the first -1 count. A number alone is a row of one class.
     """
+    if input.dim() == 0 and target.dim() == 0:
+        input, target = input.reshape(1), target.reshape(1)
     if input.shape != target.shape or input.dim() not in (1, 2):
         raise ValueError(f"multilabel_margin_loss: input {list(input.shape)} and target {list(target.shape)} must have one shape, [N, C] or [C]")
     if size_average is not None or reduce is not None:

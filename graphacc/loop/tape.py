@@ -455,7 +455,7 @@ class Tape:
                 raise NotRecorded("it writes under torch.inference_mode")
         replaces = self._check_writes(refs, given, fakes, written, leaves)
         by_id = {id(fake): i for i, fake in enumerate(self.values)}
-        outside = self._outside(function, [(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if i not in varying])
+        outside = self._outside(function, [(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if i not in varying and i != replaces])
         result_leaves, indices = [], []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in by_id and (place := _place(leaf, outside)) is not None:
