@@ -6,6 +6,7 @@ import sys
 import weakref
 
 import torch
+from torch._C import _autograd
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
@@ -146,7 +147,7 @@ def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    hooks = _autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch."):  # checkpoint's and save_on_cpu's change no result
         return "torch.autograd.graph.saved_tensors_hooks around it"
     return None
