@@ -13,9 +13,7 @@ from torch.utils import _pytree as pytree
 
 import graphacc.lowering
 from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
-from graphacc.capture.decompositions import decompositions
-from graphacc.capture.functions import WrittenOut
-from graphacc.errors import CaptureError, LoweringError
+from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
 from graphacc.lowering import registry
 
@@ -160,84 +158,6 @@ def test_low_precision_and_bool_agree_with_eager_torch(dtype):
     covered, failures = _sweep((op, dtype, 2) for op in chosen)
     assert failures == {}
     assert covered == {op.full_name for op in chosen}
-
-
-GRADIENTS_UNDETERMINED = {
-    "linalg.eigh": "eigenvectors are unique up to their sign",
-    "linalg.eig": "eigenvectors are unique up to their phase",
-    "nn.functional.hardsigmoid": "torch's kernel divides by 6 in fp32",
-    "chalf": "jax has no complex32",
-}
-
-
-def _gradients(call, tensors):
-    """The gradients of a weighted sum of an entry's results with regard to its tensors."""
-    wanted = [i for i, x in enumerate(tensors) if x.dtype.is_floating_point or x.dtype.is_complex]
-
-    def run(*given):
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
-            results = call(*(x * 1 if i in wanted else x for i, x in enumerate(leaves)))
-            total = torch.zeros(())
-            for x in pytree.tree_leaves(results):
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x = torch.view_as_real(x) if x.is_complex() else x
-                    total = total + (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).reshape(x.shape).sin()).sum()
-            found = torch.autograd.grad(total, [leaves[i] for i in wanted], allow_unused=True)
-            return tuple(x for x in found if x is not None)
-
-    return run
-
-
-def _traced_gradients(run, tensors) -> StepGraph | None:
-    try:
-        run(*tensors)
-    except (RuntimeError, NotImplementedError):
-        return None  # not differentiable
-    try:
-        with WrittenOut():
-            step = step_graph(run, *tensors, inside_mode=True, decompositions=decompositions())
-    except (*UNTRACEABLE, CaptureError):
-        return None
-    except (RuntimeError, AssertionError) as error:
-        if any(text in str(error) for text in (*UNTRACEABLE_TEXT, "does not require grad")):
-            return None
-        raise
-    return None if graphacc.lowering.missing(step) else step
-
-
-def _check_gradients(op, dtype) -> bool:
-    checked = False
-    for call, tensors in _functions(op, dtype, SAMPLES):
-        run = _gradients(call, tensors)
-        if (step := _traced_gradients(run, tensors)) is None:
-            continue
-        for number, (got, want) in enumerate(zip(run_lowered(step, *tensors, jit=True), run(*tensors), strict=True)):
-            difference = (got - want).abs()
-            bad = (difference > 1e-9 * (1 + want.abs().max())) | (got.isnan() != want.isnan())
-            assert not bad.any(), f"gradient {number}: difference {difference.max()} of {want.abs().max()}"
-            checked = True
-    return checked
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_gradients_agree_with_eager_torch(dtype):
-    """Traced as the product does, so that formulas of torch's backward meet what our forward gives them."""
-    covered, failures = set(), {}
-    for op in op_db:
-        if not op.supports_autograd or dtype not in op.dtypes or op.full_name in GRADIENTS_UNDETERMINED:
-            continue
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                if _check_gradients(op, dtype):
-                    covered.add(op.full_name)
-            except Exception as error:  # gathered, and asserted to be none
-                failures[op.full_name] = f"{type(error).__name__}: {error}"[:300]
-    assert failures == {}
-    assert len(covered) > (400 if dtype is torch.float64 else 150)
 
 
 def test_no_exception_is_out_of_date():
