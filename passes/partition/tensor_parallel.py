@@ -18,10 +18,10 @@ import torch.fx
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
-from graphacc.passes.partition.assign import Assigner, ModelParallel
+from graphacc.passes.partition.assign import Assigner, Decision, ModelParallel
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides
 from graphacc.passes.partition.report import source_line
-from graphacc.passes.partition.rules import Call, Plan
+from graphacc.passes.partition.rules import Call
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}  # positions of the two factors
@@ -61,10 +61,11 @@ def find_tensor_parallel(step: StepGraph, num_ranks: int, pinned: Mapping[str, P
     """
     refused: dict[str, str] = {}
     outers: dict[str, int] = {}
+    known: dict[tuple, Decision] = {}  # one for all trials
     pinned = {**_marked_parameters(step, num_ranks, pinned), **pinned}
     check_heads(step, num_ranks)
     for _ in range(_MAX_TRIALS):
-        trial = _Trial(step, num_ranks, pinned, refused, outers)
+        trial = _Trial(step, num_ranks, pinned, refused, outers, known)
         trial.run()
         if trial.new_outers:  # what else failed may have failed because of it
             outers |= trial.new_outers
@@ -105,9 +106,9 @@ def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Pla
 class _Trial(Assigner):
     """A forward run on placements alone."""
 
-    def __init__(self, step, num_ranks, pinned, refused, outers):
+    def __init__(self, step, num_ranks, pinned, refused, outers, known):
         super().__init__(step, "tp", num_ranks, {}, {}, lambda shape: None, ModelParallel(resolve=lambda shape: None), {})
-        self.refused, self.outers = refused, outers
+        self.refused, self.outers, self.known = refused, outers, known
         self.pinned = pinned
         self.params = {node: item for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
         self.splits = {name: Shard(split.dim, outers.get(name, 1)) for name, split in pinned.items() if isinstance(split, Shard)}
@@ -214,8 +215,7 @@ class _Trial(Assigner):
         return None
 
     def _push(self, node: torch.fx.Node, placement: Placement) -> Placement:
-        results = self._plan(self._call(node, lambda operand, user: placement)).results
-        return results[0] if isinstance(results, tuple) else results
+        return self._decide(node, lambda operand, user: placement)[1].result
 
     def _assign(self, root: torch.fx.Node, split: Shard, reason: str) -> None:
         name = self.params[root].target
@@ -224,13 +224,16 @@ class _Trial(Assigner):
 
     def _set(self, node: torch.fx.Node, placement: Placement, origins: frozenset[str]) -> None:
         """Place a parameter, and what views and casts made of it so far."""
+        self._note(node, placement, origins)
+        for user in node.users:
+            if user in self.home and user.target in _CHAIN:
+                self._set(user, self._push(user, placement), origins)
+
+    def _note(self, node: torch.fx.Node, placement: Placement, origins: frozenset[str]) -> None:
         self.home[node], self.origins[node] = placement, origins
         self.made[node] = [placement]
         if isinstance(placement, Shard):
             self.weights.add(node)
-        for user in node.users:
-            if user in self.home and user.target in _CHAIN:
-                self._set(user, self._push(user, placement), origins)
 
     def _refuse(self, name: str, reason: str) -> None:
         if name not in self.pinned:
@@ -240,7 +243,7 @@ class _Trial(Assigner):
 
     def _place_input(self, node: torch.fx.Node, item: Input) -> None:
         placement = self.splits.get(item.target, REPLICATE) if item.kind is Kind.PARAM else REPLICATE
-        self._set(node, placement, frozenset([item.target]) if isinstance(placement, Shard) else frozenset())
+        self._note(node, placement, frozenset([item.target]) if isinstance(placement, Shard) else frozenset())
         if item.kind is Kind.BATCH:
             self.from_batch.add(node)
 
@@ -258,19 +261,17 @@ class _Trial(Assigner):
         if node in self.params:
             self.requests.setdefault(node, set()).add(to)
 
-    def _apply(self, call: Call, plan: Plan) -> None:
-        node, origins = call.node, set()
-        for operand, required in zip(call.operands, plan.operands):
-            mine = self.origins.get(operand.node, frozenset())
+    def _apply(self, node: torch.fx.Node, operands: list[torch.fx.Node], decision: Decision) -> None:
+        plan, origins = decision.plan, set()
+        for operand, presented, required in zip(operands, decision.presented, plan.operands):
+            mine = self.origins.get(operand, frozenset())
             if required is not None and node.target not in _CHAIN:
-                self.value(operand.node, required)
-            if isinstance(operand.placement, Shard) and required not in (None, operand.placement):
-                self._fail(call, operand.placement, mine, plan.reason)
-            elif isinstance(operand.placement, Shard):
+                self.value(operand, required)
+            if isinstance(presented, Shard) and required not in (None, presented):
+                self._fail(self._call(node, self._presented), presented, mine, plan.reason)
+            elif isinstance(presented, Shard):
                 origins |= mine
-        self.home[node] = plan.results
-        if not isinstance(node.meta["val"], (tuple, list)) and isinstance(plan.results, tuple):
-            self.home[node] = plan.results[0]
+        self.home[node] = plan.results if isinstance(node.meta["val"], (tuple, list)) else decision.result
         if isinstance(self.home[node], Partial) and origins:
             (self.paired if node.target in _PRODUCTS else self.reduced).update(origins)
         self.origins[node] = frozenset(origins)
