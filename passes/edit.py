@@ -7,7 +7,8 @@ descriptions, which nodes share.
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,15 +97,30 @@ def description(value: torch.Tensor) -> int:
 
 
 class Editor:
-    """Inserts calls in front of a node, from which they take phase, module and source line."""
+    """Inserts calls in front of a node, from which they take phase, module and source line.
 
-    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None):
-        self.graph, self.before, self.like = graph, before, like or before
+    Args:
+        like: the node to take these from instead.
+        meta: further entries of the calls' `meta`.
+        without: entries that are not taken.
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None, meta: Mapping[str, Any] = MappingProxyType({}), without: Collection[str] = ()):
+        self.graph, self.before = graph, before
+        taken = (before if like is None else like).meta
+        self.meta = {key: value for key, value in taken.items() if key not in ("move", "val", *without)} | dict(meta)
 
     def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._insert(target, args, kwargs, infer(target, args, kwargs))
+
+    def repeat(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        """The call of `node` with operands of the same form as its own: the result is like its own, too."""
+        return self._insert(node.target, args, kwargs, node.meta["val"])
+
+    def _insert(self, target: Callable, args: tuple, kwargs: dict[str, Any], value: Any) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {key: value for key, value in self.like.meta.items() if key != "move"} | {"val": infer(target, args, kwargs)}
+        node.meta.update(self.meta, val=value)
         return node
 
     def view(self, x: fx.Node, shape: list[int]) -> fx.Node:

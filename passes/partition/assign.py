@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.edit import constant, description, only_user
@@ -36,26 +37,10 @@ from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
 from graphacc.passes.partition.rules import READS_NODES, Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
 
 aten = torch.ops.aten
-DTYPE_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_CASTS = (
-    *DTYPE_CASTS,
-    torch.ops.graphacc.after.default,
-    aten.alias.default,
-    aten.detach.default,
-)
-_MOVES = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default)
-_DEFERS = (
-    *_CASTS,
-    *_MOVES,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.squeeze.dims,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.neg.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-)
+DTYPE_CASTS = of_kind(OpKind.CAST)
+_CASTS = of_kind(OpKind.CAST, OpKind.SAME, OpKind.ORDER)
+_MOVES = of_kind(OpKind.PERMUTE, OpKind.RESHAPE)
+_DEFERS = _CASTS | of_kind(*LAYOUT_KINDS) | {aten.neg.default, aten.add.Tensor, aten.sub.Tensor}
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 Presented = Callable[[torch.fx.Node, torch.fx.Node], Placement]  # operand, its user -> the placement in which the user's rule sees it
 Layout = Callable[[tuple[int, ...]], Shard | None]  # the optimizer's layout for tensors of a shape
@@ -230,7 +215,7 @@ class Assigner:
         if node.name in self.pins and isinstance(node.meta["val"], torch.Tensor):
             self.value(node, self.pins[node.name])
             self.home[node] = self.pins[node.name]
-        kept = _CASTS if self.model is None else (*_CASTS, *_MOVES)
+        kept = _CASTS if self.model is None else _CASTS | _MOVES
         if node.target in kept and node.args[0] in self.weights:
             self.weights.add(node)
 

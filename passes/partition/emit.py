@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc._compat.torch_ import fake_mode
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
@@ -16,7 +17,7 @@ from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
 _META = ("phase", "module_path", "stack_trace", "segment", "region", "recomputed")
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_VIEWS = of_kind(OpKind.RESHAPE)
 
 
 class Emitter:

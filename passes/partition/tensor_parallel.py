@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.fx
 
+from graphacc.strategy.axes import TP
+from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.passes.partition.assign import Assigner, Decision, ModelParallel
@@ -24,19 +26,9 @@ from graphacc.passes.partition.report import source_line
 from graphacc.passes.partition.rules import Call
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}  # positions of the two factors
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_CHAIN = (
-    *_VIEWS,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.graphacc.mark_sharding.default,
-)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_VIEWS = of_kind(OpKind.RESHAPE)
+_CHAIN = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.PERMUTE) | {torch.ops.graphacc.mark_sharding.default}
 _MAX_TRIALS = 12
 _HEAD_RATIO = 2  # a column that no row follows is split if it has this many times more outputs than inputs (a vocabulary)
 
@@ -91,7 +83,7 @@ def pinned_placements(annotations: Mapping[str, Iterable[str | None]], axis: str
 def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Placement]) -> dict[str, Placement]:
     """Parameters that the model's code hands to `graphacc.mark_sharding` itself."""
     items = {node: item.target for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
-    placements = _marked(step, "tp", num_ranks)
+    placements = _marked(step, TP, num_ranks)
     found: dict[str, Placement] = {}
     for node in step.graph.nodes:
         if node.name in placements and node.args[0] in items:
@@ -107,7 +99,7 @@ class _Trial(Assigner):
     """A forward run on placements alone."""
 
     def __init__(self, step, num_ranks, pinned, refused, outers, known):
-        super().__init__(step, "tp", num_ranks, {}, {}, lambda shape: None, ModelParallel(resolve=lambda shape: None), {})
+        super().__init__(step, TP, num_ranks, {}, {}, lambda shape: None, ModelParallel(resolve=lambda shape: None), {})
         self.refused, self.outers, self.known = refused, outers, known
         self.pinned = pinned
         self.params = {node: item for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
@@ -150,7 +142,7 @@ class _Trial(Assigner):
         if node.target is aten.embedding.default:
             self._give_table_role(node)
         elif node.target in _PRODUCTS:
-            first, second = _PRODUCTS[node.target]
+            first, second = facts(node.target).factors
             self._give_factor_role(node, weight=node.args[second], x=node.args[first], contracted=(0, 1))
             self._give_factor_role(node, weight=node.args[first], x=node.args[second], contracted=(1, 0))
 
@@ -358,7 +350,7 @@ def tensor_parallel_layouts(
     return Layouts(
         inputs={item.name: split for item in step.inputs if (split := split_of(item)) is not None},
         outputs={(item.kind, item.target): split_of(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD},
-        pins=_table_gradients(step, splits) | _marked(step, "tp", num_ranks),
+        pins=_table_gradients(step, splits) | _marked(step, TP, num_ranks),
         model_parallel=ModelParallel(resolve=resolve, gathers_sequences=sequence_parallel),
     )
 
