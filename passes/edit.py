@@ -115,6 +115,7 @@ class Editor:
 
     def repeat(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
         """The call of `node` with operands of the same form as its own: the result is like its own, too."""
+        assert callable(node.target), f"{node.name} is no call"
         return self._insert(node.target, args, kwargs, node.meta["val"])
 
     def _insert(self, target: Callable, args: tuple, kwargs: dict[str, Any], value: Any) -> fx.Node:

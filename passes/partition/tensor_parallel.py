@@ -142,7 +142,9 @@ class _Trial(Assigner):
         if node.target is aten.embedding.default:
             self._give_table_role(node)
         elif node.target in _PRODUCTS:
-            first, second = facts(node.target).factors
+            factors = facts(node.target).factors
+            assert factors is not None, f"the positions of the factors of {node.target} are not known"
+            first, second = factors
             self._give_factor_role(node, weight=node.args[second], x=node.args[first], contracted=(0, 1))
             self._give_factor_role(node, weight=node.args[first], x=node.args[second], contracted=(1, 0))
 
