@@ -169,7 +169,9 @@ class StepGraph:
                 graph.output(torch.fx.map_arg(node.args[0], copies.__getitem__))
                 graph.output_node().meta = dict(node.meta)
             else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+                new.meta.update(node.meta)  # `node_copy` assigns it, and fx then looks the node up again
         return StepGraph(graph, self.inputs, self.outputs, self.constants)
 
     def verify(self) -> None:

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph
 from graphacc.hlo import HloStep
+from graphacc.strategy.axes import DATA_AXES
 from graphacc.strategy.spec import Strategy
-
-DATA_AXES = ("ep", "fsdp", "dp")
-"""The axes that split the batch, in the order in which graphs are partitioned."""
 
 BatchDims = Mapping[str, int | None]
 """Target of every BATCH input -> the dim that is split over the data axes, or None."""

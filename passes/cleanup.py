@@ -5,6 +5,7 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import StepGraph
+from graphacc.passes.edit import constant
 from graphacc.passes.runner import Log, Pass
 
 
@@ -46,14 +47,11 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def _key(value: object) -> object:
-    """A hashable key that tells 1 from 1.0 and True, and 0.0 from -0.0, which compare equal."""
     if isinstance(value, (list, tuple)):
-        return tuple(_key(item) for item in value)
+        return tuple([_key(item) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in sorted(value.items()))
-    if isinstance(value, (float, complex)):
-        return (type(value), repr(value))
-    return (type(value), value)
+        return tuple([(name, _key(item)) for name, item in sorted(value.items())])
+    return value if isinstance(value, torch.fx.Node) else constant(value)
 
 
 DEAD_CODE = Pass(name="dead-code", exact=True, run=remove_dead_code, verify=_verify_no_dead_code)

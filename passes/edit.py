@@ -5,8 +5,10 @@ repeat, and a search partitions one step many times, so that nearly every questi
 descriptions, which nodes share.
 """
 
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ class _Answers:
     """Memory of `infer`: keys hold numbers that stand for descriptions of fake values."""
 
     def __init__(self):
+        self.count = itertools.count()  # goes on when all is forgotten: no number has two meanings
+        self.forget()
+
+    def forget(self) -> None:
         self.results: dict[tuple, Any] = {}
         self.numbers: dict[tuple, int] = {}  # description -> its number
         self.of_value: dict[int, tuple[int, torch.Tensor]] = {}  # id -> number and the value, which keeps the id taken
@@ -29,14 +35,14 @@ class _Answers:
     def number(self, value: torch.Tensor) -> int:
         known = self.of_value.get(id(value))
         if known is None:
+            if len(self.of_value) > _MAX_ANSWERS or len(self.results) > _MAX_ANSWERS:
+                self.forget()
             description = (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
-            known = self.numbers.setdefault(description, len(self.numbers)), value
-            self.of_value[id(value)] = known
+            number = self.numbers.get(description)
+            if number is None:
+                number = self.numbers[description] = next(self.count)
+            known = self.of_value[id(value)] = number, value
         return known[0]
-
-    def forget(self) -> None:
-        if len(self.results) > _MAX_ANSWERS or len(self.of_value) > _MAX_ANSWERS:
-            self.__init__()
 
 
 _answers = _Answers()
@@ -61,7 +67,6 @@ def infer(target: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     with fake_mode(), torch.no_grad():
         result = target(*values, **named)
     if key is not None:
-        _answers.forget()
         _answers.results[key] = result
     return result
 
@@ -73,25 +78,50 @@ def _key(value: Any) -> Any:
         if not isinstance(of, torch.Tensor):
             raise TypeError
         return "n", _answers.number(of)
-    if kind is int or kind is str or value is None:
-        return value
     if isinstance(value, (tuple, list)):
         return kind is list, *[_key(item) for item in value]
-    if isinstance(value, (float, complex)):
-        return kind, repr(value)  # 1 is not 1.0, and 0.0 is not -0.0
-    return kind, value
+    return constant(value)
+
+
+def constant(value: Any) -> Any:
+    """A key of an argument that is no tensor; it tells 1 from 1.0 and True, and 0.0 from -0.0, which compare equal."""
+    kind = type(value)
+    if kind is int or kind is str or value is None:
+        return value
+    return kind, repr(value) if isinstance(value, (float, complex)) else value
+
+
+def description(value: torch.Tensor) -> int:
+    """A number that fake values share if and only if shape, strides, offset, dtype and device are the same."""
+    return _answers.number(value)
 
 
 class Editor:
-    """Inserts calls in front of a node, from which they take phase, module and source line."""
+    """Inserts calls in front of a node, from which they take phase, module and source line.
 
-    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None):
-        self.graph, self.before, self.like = graph, before, like or before
+    Args:
+        like: the node to take these from instead.
+        meta: further entries of the calls' `meta`.
+        without: entries that are not taken.
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None, meta: Mapping[str, Any] = MappingProxyType({}), without: Collection[str] = ()):
+        self.graph, self.before = graph, before
+        taken = (before if like is None else like).meta
+        self.meta = {key: value for key, value in taken.items() if key not in ("move", "val", *without)} | dict(meta)
 
     def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._insert(target, args, kwargs, infer(target, args, kwargs))
+
+    def repeat(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        """The call of `node` with operands of the same form as its own: the result is like its own, too."""
+        assert callable(node.target), f"{node.name} is no call"
+        return self._insert(node.target, args, kwargs, node.meta["val"])
+
+    def _insert(self, target: Callable, args: tuple, kwargs: dict[str, Any], value: Any) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {key: value for key, value in self.like.meta.items() if key != "move"} | {"val": infer(target, args, kwargs)}
+        node.meta.update(self.meta, val=value)
         return node
 
     def view(self, x: fx.Node, shape: list[int]) -> fx.Node:

@@ -34,6 +34,7 @@ from graphacc.passes.partition.zero import zero_layouts
 from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
+from graphacc.strategy.axes import CP, DP, EP, FSDP, TP
 from graphacc.strategy.spec import Strategy
 
 
@@ -76,14 +77,14 @@ def build_pipeline(
     if strategy.cp > 1:
         passes.append(context_parallel_pass(step, strategy, batch_dims))
     if strategy.ep > 1:
-        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along["ep"]))
+        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along[EP]))
     if strategy.fsdp > 1:
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
-        passes.append(partition_pass("fsdp", strategy.fsdp, strategy.zero_stage, along["fsdp"], quantization, strategy.reduces_narrow))
+        passes.append(partition_pass(FSDP, strategy.fsdp, strategy.zero_stage, along[FSDP], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
-        passes.append(partition_pass("dp", strategy.dp, 0, along["dp"], reduce_narrow=strategy.reduces_narrow))
+        passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
@@ -123,11 +124,11 @@ def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Shard], batch_
             step, _with_replicas(step, splits), resolve, num_ranks=strategy.tp, sequence_parallel=strategy.sequence_parallel
         )
         return assign(
-            step, "tp", strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
+            step, TP, strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
         )
 
     key = strategy.sequence_parallel, tuple(splits.items()), tuple(batch_dims.items())
-    return axis_pass("tp", strategy.tp, decide, key=key)
+    return axis_pass(TP, strategy.tp, decide, key=key)
 
 
 def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> Pass:
@@ -155,11 +156,11 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
             for node, why in hindered.items()
             if node.meta["phase"] is Phase.FORWARD
         )
-        plan = assign(step, "cp", strategy.cp, names, outputs, lambda shape: None, pins=pins, reduce_narrow=strategy.reduces_narrow)
+        plan = assign(step, CP, strategy.cp, names, outputs, lambda shape: None, pins=pins, reduce_narrow=strategy.reduces_narrow)
         return dataclasses.replace(plan, notes=notes)
 
     key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow
-    return axis_pass("cp", strategy.cp, decide, key=key)
+    return axis_pass(CP, strategy.cp, decide, key=key)
 
 
 def sequence_inputs(step: StepGraph, num_ranks: int, outer: int, batch_dims: Mapping[str, int | None]) -> dict[str, Shard]:

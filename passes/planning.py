@@ -124,7 +124,10 @@ class Planner:
         Raises:
             StrategyError: the strategy does not fit the step, as in `build_pipeline`.
         """
-        strategy = strategy.within_stage
+        with without_collection():
+            return self._planned(strategy.within_stage)
+
+    def _planned(self, strategy: Strategy) -> StepPlan:
         splits = self.splits
         if splits is None and strategy.tp > 1:
             if strategy.tp not in self._found:
@@ -132,12 +135,11 @@ class Planner:
             splits = self._found[strategy.tp]
         passes = build_pipeline(self.step, strategy, batch_dims=self.batch_dims, splits=splits, experts=self.experts)
         last = max((i for i, item in enumerate(passes) if item.decide is not None), default=None)
-        with without_collection():
-            state = self._after(passes if last is None else passes[:last])
-            inputs, outputs = state.step.inputs, state.step.outputs
-            if last is not None:
-                plan = self._decide(passes[: last + 1], state.step)
-                state, (inputs, outputs) = state.decided(plan), signature(state.step, plan)
+        state = self._after(passes if last is None else passes[:last])
+        inputs, outputs = state.step.inputs, state.step.outputs
+        if last is not None:
+            plan = self._decide(passes[: last + 1], state.step)
+            state, (inputs, outputs) = state.decided(plan), signature(state.step, plan)
         moves = tuple(dataclasses.replace(move, size_bytes=move.size_bytes // ranks) for move, _, ranks in state.moves)
         return StepPlan(strategy=strategy, axes=state.axes, placements=state.placements, moves=moves, inputs=inputs, outputs=outputs)
 

@@ -10,6 +10,7 @@ import types
 from selection import slices_of
 
 import graphacc
+from graphacc.strategy import AXES
 
 ROOT = pathlib.Path(graphacc.__file__).parent
 PASSES = pathlib.Path(sys.modules["graphacc"].__path__[-1]) / "passes"
@@ -87,6 +88,71 @@ def test_dependencies_go_one_way():
             if target != owner and target not in MAY_IMPORT[owner]:
                 wrong.append(f"{'/'.join(parts)} imports graphacc.{'.'.join(imported)}")
     assert not wrong, "\n".join(wrong)
+
+
+MAX_OPERATORS = 3
+OWN_OPERATORS = {
+    "passes/attention/find.py": "the pattern of a sum over repeated keys, in which order tells",
+    "passes/attention/masks.py": "comparisons as differences of positions",
+    "graphacc/capture/checkpointed.py": "what torch.utils.checkpoint's policies may name",
+    "graphacc/capture/randomness.py": "how each of torch's generators is drawn with a key",
+    "graphacc/capture/lazy/dispatch.py": "what torch_xla does with an operator",
+    "graphacc/capture/lazy/whole.py": "what torch_xla does with an operator",
+    "graphacc/capture/lazy/written_out.py": "what torch_xla lacks",
+    "graphacc/costs/memory.py": "what XLA fuses, and what it computes once for each reader",
+    "graphacc/costs/work.py": "FLOPs of the operators that torch's registry does not know",
+    "graphacc/loop/decisions.py": "operators whose results have sizes that follow from values",
+}
+"""Module -> why it has a collection of more than MAX_OPERATORS operators of its own: what it does with them, no fact about them."""
+
+
+def _named(tree: ast.AST) -> list[tuple[int, int]]:
+    """Line and number of operators of every literal collection of overloads (``aten.view.default``)."""
+    found = []
+    for node in ast.walk(tree):
+        items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        names = [ast.unparse(item).split(".") for item in items if isinstance(item, ast.Attribute)]
+        overloads = [name for name in names if len(name) - 2 * (name[:2] == ["torch", "ops"]) == 3 and name[0].lstrip("_") in OPERATORS]
+        found.append((getattr(node, "lineno", 0), len(overloads)))
+    return found
+
+
+OPERATORS = {"torch", "aten", "prims", "ops", "own", "mesh", "random", "collective"}
+
+
+def test_facts_about_operators_stand_in_one_table():
+    """What an operator does is said in ops/facts.py; a longer list elsewhere needs a reason that is its module's own."""
+    assert max(count for _, count in _named(ast.parse("x = {aten.a.default: 1, torch.ops.aten.b.Tensor: 2, torch.ops.aten: 3}"))) == 2
+    lists = {"/".join(("graphacc", *parts) if parts[0] != "passes" else parts) + ".py": _named(ast.parse(path.read_text())) for path, parts in _files()}
+    longer = {name: max(found)[1] for name, items in lists.items() if (found := [(count, line) for line, count in items if count > MAX_OPERATORS])}
+    wrong = [f"{name}:{line}" for name, line in longer.items() if name not in OWN_OPERATORS]
+    assert not wrong, f"lists of operators outside of graphacc/ops/facts.py: {wrong}; use of_kind, or give a reason in OWN_OPERATORS"
+    assert set(OWN_OPERATORS) <= set(longer), f"no longer needed: {sorted(set(OWN_OPERATORS) - set(longer))}"
+
+
+def test_passes_edit_graphs_with_one_editor():
+    """`Editor` inserts calls; what makes a new graph (`Emitter`, the cutter of stages) adds nodes to that."""
+    makers = {"passes/edit", "passes/partition/emit", "passes/stages/cut"}
+    calls = ("call_function", "create_node")
+    wrong = [
+        f"{'/'.join(parts)}:{node.lineno}"
+        for path, parts in _files()
+        if parts[0] == "passes" and "/".join(parts) not in makers
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
+    ]
+    assert not wrong, f"graphs are edited otherwise than by passes.edit.Editor: {wrong}"
+
+
+def test_mesh_axes_are_named_in_one_place():
+    wrong = [
+        f"{'/'.join(parts)}:{node.lineno} {node.value!r}"
+        for path, parts in _files()
+        if parts[0] != "strategy"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in AXES
+    ]
+    assert not wrong, f"mesh axes as literals; use the names and roles of graphacc.strategy.axes: {wrong}"
 
 
 def test_importing_has_no_side_effects():

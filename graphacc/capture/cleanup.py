@@ -7,21 +7,15 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc._compat.torch_ import fake_mode
 from graphacc.errors import CaptureError
 from graphacc.graph import CHECKPOINT, Phase
 
 aten = torch.ops.aten
 
-_SAME_VALUE = {aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
-_SAME_IF_UNCHANGED = {
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.view.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.permute.default,
-}
+_SAME_VALUE = of_kind(OpKind.SAME) - {aten.clone.default}
+_SAME_IF_UNCHANGED = of_kind(OpKind.CAST, OpKind.RESHAPE, OpKind.PERMUTE) | {aten.clone.default, aten.expand.default, aten.slice.Tensor}
 _PLACEMENT = ("device", "pin_memory", "layout", "non_blocking")
 
 

@@ -15,27 +15,14 @@ import torch.fx
 
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.graph import Phase, StepGraph
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
 
-_VIEWS = frozenset(
-    {
-        operator.getitem,
-        _aten.view.default,
-        _aten.expand.default,
-        _aten.permute.default,
-        _aten.squeeze.dims,
-        _aten.squeeze.dim,
-        _aten.unsqueeze.default,
-        _aten.alias.default,
-        _aten.detach.default,
-        torch.ops._c10d_functional.wait_tensor.default,
-        torch.ops.graphacc.after.default,
-    }
-)
+_VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, torch.ops._c10d_functional.wait_tensor.default}
 """Operators whose result shares, or can share, the memory of their first operand."""
 
 _COMPUTED_ON_THE_FLY = frozenset(

@@ -23,6 +23,7 @@ import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.costs.fx_problem import is_view
 from graphacc.costs.memory import computed_on_the_fly
 from graphacc.graph import StepGraph
+from graphacc.ops.facts import OpKind, of_kind
 
 _aten, _ops = torch.ops.aten, torch.ops.graphacc
 
@@ -44,15 +45,7 @@ class Work:
 
 NO_WORK = Work()
 
-_LOOKS_UP = frozenset(
-    {
-        _aten.embedding.default,
-        _aten.index.Tensor,
-        _aten.index_select.default,
-        _aten.gather.default,
-        _ops.shard.default,
-    }
-)
+_LOOKS_UP = of_kind(OpKind.LOOKUP) | {_ops.shard.default}
 """Operators that read of their first operand what they return, not all of it."""
 
 _COLLECTIVES = frozenset({"_c10d_functional"})

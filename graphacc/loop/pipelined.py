@@ -25,7 +25,7 @@ from graphacc.runtime.devices import select_devices, stage_meshes
 from graphacc.runtime.distributed import process_count
 from graphacc.runtime.exchange import SMALL_BYTES
 from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on, run_tasks
-from graphacc.runtime.program import MANUAL_AXES
+from graphacc.strategy.axes import SPMD_AXES
 from graphacc.runtime.transfer import send_to_all, zeros_on
 from graphacc.strategy.in_force import TensorDecision
 from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order
@@ -205,7 +205,7 @@ class PipelinePrograms(Programs):
         return result
 
     def _cut(self, kind: str, graph: StepGraph) -> list[Segment]:
-        axes = {axis: size for axis, size in self.meshes[0].shape.items() if axis in MANUAL_AXES and size > 1}
+        axes = {axis: size for axis, size in self.meshes[0].shape.items() if axis in SPMD_AXES and size > 1}
         if kind == "update":
             names = [item.target for item in graph.inputs if item.kind in (Kind.PARAM, Kind.GRAD)]
             return cut(graph, update_places(graph, {name: self.homes.get(name, 0) for name in names}), axes)

@@ -10,6 +10,7 @@ import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
+from graphacc.strategy.axes import FSDP, TP
 from graphacc._compat.random_state import kept_random_state
 from graphacc.costs.work import flops_by_dtype
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
@@ -283,7 +284,7 @@ class Programs:
     def splits_of(self, graph: StepGraph) -> dict[str, Shard]:
         """The splits along `tp`: those that were decided with earlier programs, and those of the parameters that are new here."""
         if self.strategy.tp > 1 and any(node.meta["phase"] is Phase.FORWARD for node in graph.graph.nodes if node.op == "call_function"):
-            found = find_tensor_parallel(graph, self.strategy.tp, pinned_placements(self.annotations, "tp"))
+            found = find_tensor_parallel(graph, self.strategy.tp, pinned_placements(self.annotations, TP))
             self.splits = TensorParallel(
                 splits=found.splits | self.splits.splits,
                 reasons=found.reasons | self.splits.reasons,
@@ -311,7 +312,7 @@ class Programs:
             reason = "; ".join(filter(None, (reason, "one matrix per expert")))
         pinned = item.target in self.annotations or self.splits.reasons.get(item.target) == "annotation"
         who = ["user" if pinned else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
-        if any(shard.axis == "fsdp" for shard in item.shards):
+        if any(shard.axis == FSDP for shard in item.shards):
             who.append("default" if self.strategy.zero is None else "user")
             reason = "; ".join(filter(None, (reason, f"ZeRO-{self.strategy.zero_stage}")))
         return TensorDecision(

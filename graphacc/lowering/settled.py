@@ -14,18 +14,17 @@ import torch
 import torch.fx
 
 from graphacc.lowering.fence import computed_once
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 
 _COMPARISONS = frozenset(f"aten.{name}.Tensor" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
-_KEEPING = frozenset(
+_KEEPING = {str(target) for target in of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.EXPAND, OpKind.PART, OpKind.LOOKUP)} | {
     f"aten.{name}"
     for name in (
-        "view.default _unsafe_view.default reshape.default expand.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims permute.default "
-        "transpose.int t.default alias.default detach.default clone.default slice.Tensor select.int _to_copy.default abs.default flip.default "
-        "linalg_vector_norm.default amax.default amin.default max.default min.default max.dim min.dim aminmax.default topk.default sort.default sort.stable kthvalue.default "
-        "median.default median.dim nanmedian.default nanmedian.dim mode.default cummax.default cummin.default gather.default index_select.default "
-        "index.Tensor max_pool2d_with_indices.default max_pool3d_with_indices.default"
+        "abs.default flip.default linalg_vector_norm.default amax.default amin.default max.default min.default max.dim min.dim aminmax.default "
+        "topk.default sort.default sort.stable kthvalue.default median.default median.dim nanmedian.default nanmedian.dim mode.default "
+        "cummax.default cummin.default max_pool2d_with_indices.default max_pool3d_with_indices.default"
     ).split()
-)
+}
 """Operators whose results are elements of their first argument, or the absolute values of them."""
 
 

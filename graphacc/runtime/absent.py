@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from graphacc._compat.jax_ import cuda_library
 from graphacc.errors import StrategyError
 from graphacc.strategy import Strategy
+from graphacc.strategy.axes import DP
 
 _HOPPER = """
 gpu_device_info {{
@@ -48,6 +49,6 @@ def absent_mesh(strategy: Strategy, chip: str, devices_per_host: int) -> Mesh:
     count = strategy.num_devices
     inner = min(count, devices_per_host)
     devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{-(-count // inner)}x{inner}").devices
-    axes = strategy.mesh or {"dp": 1}
+    axes = strategy.mesh or {DP: 1}
     chosen = np.array(list(itertools.islice(devices, count)))
     return Mesh(chosen.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from graphacc._compat.jax_ import accelerator_present, backend_started, more_cpu_devices
 from graphacc.errors import StrategyError
 from graphacc.runtime.distributed import process_count
+from graphacc.strategy.axes import DP, FSDP, GRADIENT_AXES
 from graphacc.strategy.spec import Strategy
 
 
@@ -103,7 +104,7 @@ def make_mesh(strategy: Strategy, devices: Sequence[jax.Device]) -> Mesh:
     """
     if strategy.num_devices != len(devices):
         raise StrategyError(_misfit(strategy, len(devices)))
-    axes = strategy.mesh or {"dp": 1}
+    axes = strategy.mesh or {DP: 1}
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
@@ -120,7 +121,7 @@ def _misfit(strategy: Strategy, num_devices: int) -> str:
     sizes = " * ".join(f"{axis}={size}" for axis, size in strategy.mesh.items()) or "one device"
     needed = strategy.num_devices
     message = f"the strategy needs {needed} devices ({sizes}), but there are {num_devices}: set devices={needed}"
-    fixed = {axis: size for axis, size in strategy.mesh.items() if axis not in ("dp", "fsdp")}
+    fixed = {axis: size for axis, size in strategy.mesh.items() if axis not in GRADIENT_AXES}
     others = math.prod(fixed.values())
     if num_devices % others:
         return f"{message}, or change {' * '.join(fixed)} to a divisor of {num_devices}"
@@ -135,5 +136,5 @@ def _pair(dp: int, fsdp: int) -> str:
         >>> _pair(2, 4)
         'dp=2 fsdp=4'
     """
-    parts = [f"{name}={size}" for name, size in (("dp", dp), ("fsdp", fsdp)) if size > 1]
+    parts = [f"{name}={size}" for name, size in ((DP, dp), (FSDP, fsdp)) if size > 1]
     return " ".join(parts) or "dp=1 fsdp=1"

@@ -31,6 +31,7 @@ from graphacc.hlo import HloStep, Operand, WholeCall
 from graphacc.lowering.dtypes import cast, to_jax, wide
 from graphacc.lowering.interpret import run_graph
 from graphacc.lowering.registry import find
+from graphacc.strategy.axes import TP
 
 log = logging.getLogger("graphacc")
 
@@ -97,7 +98,7 @@ class _Places:
     def of(cls, step: HloStep, mesh: Mesh) -> "_Places":
         split = [item.shards for item in step.inputs if item.kind is Kind.BATCH and item.shards]
         names = {
-            name: any(shard.axis == "tp" for shard in item.shards)
+            name: any(shard.axis == TP for shard in item.shards)
             for item in step.inputs
             if item.kind is Kind.PARAM
             for name in (item.target, *item.aliases)
@@ -117,7 +118,7 @@ class _Places:
             prefix = f"{module}." if module else ""
             split = [is_split for name, is_split in self.parameters.items() if name.startswith(prefix)]
             if split or not module:
-                return "tp" if any(split) else None
+                return TP if any(split) else None
             module = module.rpartition(".")[0]
 
 

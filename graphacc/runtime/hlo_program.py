@@ -16,6 +16,7 @@ from graphacc.hlo import Draw, HloStep, Key, Support, key_of
 from graphacc.lowering.registry import find
 from graphacc.runtime.hlo_calls import caller
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding
+from graphacc.strategy.axes import FSDP
 
 
 def spmd_function(step: HloStep, mesh: Mesh) -> Callable[..., tuple[jax.Array, ...]]:
@@ -41,10 +42,10 @@ def _draw(draw: Draw, key: jax.Array) -> jax.Array:
 
 def _gathered(array: jax.Array, item: Input, mesh: Mesh) -> jax.Array:
     """A parameter with its annotated layout alone; state is updated where it lies."""
-    if item.kind is not Kind.PARAM or not any(shard.axis == "fsdp" for shard in item.shards):
+    if item.kind is not Kind.PARAM or not any(shard.axis == FSDP for shard in item.shards):
         return array
     kept = Output(
-        kind=item.kind, target=item.target, shape=item.shape, dtype=item.dtype, shards=tuple(s for s in item.shards if s.axis != "fsdp")
+        kind=item.kind, target=item.target, shape=item.shape, dtype=item.dtype, shards=tuple(s for s in item.shards if s.axis != FSDP)
     )
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(kept)))
 

@@ -29,11 +29,9 @@ from graphacc.runtime.replan.compiling import (
 )
 from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.transfer import processes_of, without_data
+from graphacc.strategy.axes import SPMD_AXES
 
 log = logging.getLogger("graphacc")
-
-MANUAL_AXES = ("dp", "fsdp", "tp", "cp", "ep")
-"""Mesh axes along which a StepGraph is the program of one device, with collectives of its own."""
 
 MEMORY_PLANNERS = ("roam", "xla")
 """Who lays out a program's temporaries: XLA, and then the planner of `graphacc.passes.memory`; or XLA alone."""
@@ -341,7 +339,7 @@ def _output_keys(step: StepGraph | HloStep) -> tuple[int, ...]:
 
 def _local(function: Callable, step: StepGraph, mesh: Mesh) -> Callable:
     """The function on global arrays that runs `function` on every device's part along the manual axes."""
-    axes = {axis for axis in MANUAL_AXES if axis in mesh.shape}
+    axes = {axis for axis in SPMD_AXES if axis in mesh.shape}
     if mesh.size == 1 or not axes:
         return lambda *arrays: function(*arrays)
     return jax.shard_map(

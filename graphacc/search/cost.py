@@ -13,9 +13,10 @@ from graphacc.costs.memory import saved_for_backward
 from graphacc.costs.seconds import collective_seconds, compute_seconds
 from graphacc.costs.work import Work, kernels
 from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.passes.partition.plan import Role
 
-_LOOKED_THROUGH = (torch.ops.aten._to_copy.default, torch.ops.graphacc.after.default, torch.ops.aten.view.default, torch.ops.aten.permute.default)
+_LOOKED_THROUGH = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER)
 """What gathers follow behind."""
 RETURNED = (Kind.LOSS, Kind.USER)
 """Outputs that the loop gets; the others replace inputs, or are gradients that the update consumes."""

@@ -19,10 +19,9 @@ from graphacc.graph import Phase
 from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
 from graphacc.passes.partition.plan import Role
 from graphacc.search.cost import GraphCost, Moved, move_seconds
+from graphacc.strategy.axes import DP, FSDP, GRADIENT_AXES
 from graphacc.strategy.spec import Strategy
 
-HIDES = ("dp", "fsdp")
-"""Axes whose collectives can run beside computation."""
 SLOWED = 1.05
 """How much longer computation takes beside collectives (Galvatron measures 1.1 to 1.3 on PCIe; NVLink's copies take few multiprocessors)."""
 
@@ -71,7 +70,7 @@ class Profile:
         state = sum(self.state_bytes.get(weight.name, 0) for weight in weights)
         gathered = [weight.travels_bytes for weight in weights]
         gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
-        moved = [item for item in self.cost.moved if item.axis not in HIDES]
+        moved = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES]
         bucket = _bucket_bytes(strategy, sum(gathered))
         if stage == 3:
             again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
@@ -79,10 +78,10 @@ class Profile:
         elif stage:
             moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
         if stage:
-            moved.append(_gradients("fsdp", "reduce_scatter", _messages(gradients, bucket, bucket // 2)))
+            moved.append(_gradients(FSDP, "reduce_scatter", _messages(gradients, bucket, bucket // 2)))
         if strategy.dp > 1:
             parts = [size // ranks for size in gradients] if stage else gradients
-            moved.append(_gradients("dp", "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
+            moved.append(_gradients(DP, "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
         share = 1 / ranks if stage else 1.0
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
@@ -119,7 +118,7 @@ def _estimate(
     for item in moved:
         axis = item.axis.partition("/")[0].partition("%")[0]
         time = move_seconds(item, strategy.mesh, hardware) * (1 if item.phase is Phase.UPDATE else count)
-        if axis in HIDES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
+        if axis in GRADIENT_AXES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase] += time
             by_axis[item.phase, axis] = by_axis.get((item.phase, axis), 0.0) + time
         else:
@@ -140,7 +139,7 @@ def _gathers(phase: Phase, sizes: Sequence[int], bucket: int) -> Moved:
     """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`)."""
     small = [size for size in sizes if size <= SMALL_BYTES]
     messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
-    return Moved(axis="fsdp", kind="all_gather", role=Role.WEIGHT, phase=phase, sizes=messages, counts=(1,) * len(messages))
+    return Moved(axis=FSDP, kind="all_gather", role=Role.WEIGHT, phase=phase, sizes=messages, counts=(1,) * len(messages))
 
 
 def _gradients(axis: str, kind: str, messages: tuple[int, ...]) -> Moved:

@@ -29,6 +29,7 @@ from graphacc.search.cost import RETURNED, cost_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.plan import Plan, Rival, size_text
 from graphacc.search.space import CHOSEN, REMATS, Limits, Refusals, Request, candidates
+from graphacc.strategy.axes import CP, EP, TP
 from graphacc.strategy.spec import Strategy, field_text
 
 FINALISTS = 3
@@ -40,7 +41,7 @@ TIE = 0.01
 MARGIN = 0.08
 """Of temporaries, over what is predicted."""
 _SHOWN = 5
-_MODEL_PARALLEL = ("tp", "sequence_parallel", "cp", "context", "ep")
+_MODEL_PARALLEL = (TP, "sequence_parallel", CP, "context", EP)
 _PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor")  # fields that decide a profile, besides the local batch
 
 
@@ -236,7 +237,7 @@ class Search:
         named = {axis for spec in self.annotations.values() for axis in spec if axis is not None}
         inner = self.hardware.levels[0].size if self.hardware.levels and not self.hardware.shared_cores else None
         return Limits(
-            batch_size=batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {"tp", "ep"}
+            batch_size=batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {TP, EP}
         )
 
     # ---- explanation
@@ -360,7 +361,7 @@ class Search:
         splits = None
         if strategy.tp > 1:
             if strategy.tp not in self._splits:
-                self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, "tp")).splits
+                self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, TP)).splits
             splits = self._splits[strategy.tp]
         passes = build_pipeline(step, strategy, batch_dims=self.batch_dims, splits=splits, experts=self._experts)
         with without_collection():

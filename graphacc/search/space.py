@@ -8,15 +8,15 @@ the whole batch for some losses only, nor, as it needs them, `pp`.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphacc.errors import StrategyError
+from graphacc.strategy.axes import CP, DATA_AXES, DP, EP, FSDP, MODEL_AXES, PP, SPMD_AXES, TP
 from graphacc.strategy.spec import CONTEXTS, Strategy, field_text, parse_fields
 
-MESH: tuple[str, ...] = ("dp", "fsdp", "tp", "cp", "ep")
-"""The axes whose sizes are chosen."""
-CHOSEN = (*MESH, "zero", "sequence_parallel", "context", "remat")
+CHOSEN = (*SPMD_AXES, "zero", "sequence_parallel", "context", "remat")
 """The fields that the search fills in where they are not pinned."""
 
 
@@ -35,12 +35,12 @@ class Request:
         if self.devices < 1:
             raise StrategyError(f"devices={self.devices}: a strategy needs at least one device")
         fixed = {name: value for name, value in self.pins.items() if name not in CHOSEN}
-        if fixed.get("pp", 1) != 1:
+        if fixed.get(PP, 1) != 1:
             raise StrategyError(
-                f"auto with pp={fixed['pp']}: pipelines are not searched yet, as microbatches are part of what the user decides; "
-                f"write the strategy whole, such as 'pp={fixed['pp']},fsdp={max(1, self.devices // fixed['pp'])},microbatches=8'"
+                f"auto with pp={fixed[PP]}: pipelines are not searched yet, as microbatches are part of what the user decides; "
+                f"write the strategy whole, such as 'pp={fixed[PP]},fsdp={max(1, self.devices // fixed[PP])},microbatches=8'"
             )
-        for axis in MESH:
+        for axis in SPMD_AXES:
             size = self.pins.get(axis, 1)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1 or self.devices % size:
                 raise StrategyError(f"auto with {axis}={size!r} on {self.devices} devices: an axis has a size that divides the number of devices")
@@ -93,8 +93,8 @@ class Refusals:
 
 def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator[Strategy]:
     """Every strategy that the request allows; what cannot be is noted with its reason. ZeRO-2 is ZeRO-1 in a program of a whole step."""
-    for sizes in _meshes(request.devices, [request.pins.get(axis) for axis in MESH]):
-        mesh = dict(zip(MESH, sizes))
+    for sizes in _meshes(request.devices, [request.pins.get(axis) for axis in SPMD_AXES]):
+        mesh = dict(zip(SPMD_AXES, sizes))
         reason = _refusal(mesh, request, limits)
         if reason is not None:
             refusals.add(reason)
@@ -110,10 +110,10 @@ def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator
 def first_strategy(request: Request) -> Strategy:
     """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`."""
     left = request.devices
-    for axis in MESH:
+    for axis in SPMD_AXES:
         left //= request.pins.get(axis, 1)
-    axis = "fsdp" if "fsdp" not in request.pins else "dp"
-    fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == "dp" and request.pins["fsdp"] == 1)}
+    axis = FSDP if FSDP not in request.pins else DP
+    fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == DP and request.pins[FSDP] == 1)}
     try:
         return Strategy(**{**fields, **({axis: left} if left > 1 or axis not in fields else {})})
     except StrategyError:
@@ -133,13 +133,13 @@ def _meshes(devices: int, pins: Sequence[object]) -> Iterator[tuple[int, ...]]:
 
 
 def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str | None:
-    data = mesh["dp"] * mesh["fsdp"] * mesh["ep"]
-    if limits.batch_size is not None and limits.batch_size % data and not {"dp", "fsdp", "ep"} & set(request.pins):
+    data = math.prod(mesh[axis] for axis in DATA_AXES)
+    if limits.batch_size is not None and limits.batch_size % data and not set(DATA_AXES) & set(request.pins):
         return f"the data axes do not divide the batch of {limits.batch_size} rows"
-    if mesh["ep"] > 1 and "ep" not in request.pins and (not limits.num_experts or limits.num_experts % mesh["ep"]):
+    if mesh[EP] > 1 and EP not in request.pins and (not limits.num_experts or limits.num_experts % mesh[EP]):
         return f"ep does not divide {limits.num_experts} experts" if limits.num_experts else "no experts for ep to split"
-    pinned = {"tp", "cp"} & set(request.pins)
-    if limits.model_ranks is not None and not pinned and mesh["tp"] * mesh["cp"] > limits.model_ranks:
+    pinned = set(MODEL_AXES) & set(request.pins)
+    if limits.model_ranks is not None and not pinned and mesh[TP] * mesh[CP] > limits.model_ranks:
         return f"tp * cp is larger than the {limits.model_ranks} devices of a host"
     missing = [axis for axis in sorted(limits.needed) if axis in mesh and mesh[axis] == 1 and axis not in request.pins]
     if missing:
@@ -150,9 +150,9 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
 def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, Any]]:
     """The fields that say how the axes of a mesh are used."""
     free = {
-        "zero": (None, 1) if mesh["fsdp"] > 1 and request.pins.get("microbatches", 1) == 1 else (None, 2, 1) if mesh["fsdp"] > 1 else (None,),
-        "sequence_parallel": (False, True) if mesh["tp"] > 1 else (False,),
-        "context": CONTEXTS if mesh["cp"] > 1 else CONTEXTS[:1],
+        "zero": (None, 1) if mesh[FSDP] > 1 and request.pins.get("microbatches", 1) == 1 else (None, 2, 1) if mesh[FSDP] > 1 else (None,),
+        "sequence_parallel": (False, True) if mesh[TP] > 1 else (False,),
+        "context": CONTEXTS if mesh[CP] > 1 else CONTEXTS[:1],
     }
     names = [name for name in free if name not in request.pins]
     for values in itertools.product(*(free[name] for name in names)):

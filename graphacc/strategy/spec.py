@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphacc.errors import StrategyError
+from graphacc.strategy.axes import AXES
 from graphacc.strategy.schedules import SCHEDULES
-
-AXES = ("pp", "dp", "fsdp", "tp", "cp", "ep")
-"""Mesh axes, outermost first. `tp` carries sequence parallelism too."""
 
 REMATS = ("none", "blocks", "auto")
 """What backward computes again; or a tuple of pairs, a pattern of regions and what they keep."""

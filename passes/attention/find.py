@@ -9,13 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.ops.flash_attention import KERNEL_DTYPES, EmptyRows
 from graphacc.passes.attention.masks import Masks, Reading
 from graphacc.passes.edit import Editor, items, only_user, shape_of
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 _SUMMING = (aten.view.default, aten.sum.dim_IntList, aten.squeeze.dims, aten.clone.default, aten.permute.default)
-_ALIKE = (aten.clone.default, aten.alias.default)
+_ALIKE = of_kind(OpKind.SAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _replace(old: dict[int, fx.Node], new: list[fx.Node] | tuple[fx.Node, ...]) 
 def read_dropout(mask: fx.Node, q: fx.Node, k: fx.Node) -> Dropout | None:
     """The dropout that a mask of 0 and 1 / (1 - p) stands for."""
     factor = 1.0
-    while mask.target in (aten.div.Tensor, aten.mul.Tensor, aten._to_copy.default, aten.alias.default):
+    while mask.target in (aten.div.Tensor, aten.mul.Tensor, *_ALIKE, *of_kind(OpKind.CAST)):
         if mask.target in (aten.div.Tensor, aten.mul.Tensor):
             if not isinstance(mask.args[1], (int, float)):
                 return None

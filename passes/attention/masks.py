@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphacc.graph import StepGraph
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.ops.flash_attention import EmptyRows
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ LOW = -6e4
 ABSORBING = -1e30
 """A finite constant at or below this leaves nothing of a score that it is added to: a row of nothing else is uniform."""
 
-_SAME = (aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default)
+_SAME = of_kind(OpKind.SAME) | {aten.expand.default}
 _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _COMPARE = {aten.le.Tensor: (0, "<="), aten.lt.Tensor: (-1, "<="), aten.ge.Tensor: (0, ">="), aten.gt.Tensor: (1, ">=")}
 _FLIPPED = {"<=": ">=", ">=": "<="}

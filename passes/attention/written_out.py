@@ -13,13 +13,14 @@ import torch
 from torch import fx
 
 from graphacc.graph import Phase
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.ops.flash_attention import KERNEL_DTYPES
 from graphacc.passes.attention.find import Attention, Dropout, Unmatched, kept_by, ungroup
 from graphacc.passes.attention.masks import LOW, Masks
 from graphacc.passes.edit import Editor, shape_of
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.clone.default, aten.alias.default)
+_VIEWS = of_kind(OpKind.SAME, OpKind.RESHAPE) | {aten.expand.default}
 _CAST = aten._to_copy.default
 _FORM = "written out"
 
@@ -257,7 +258,7 @@ def _dropout(steps: list[_Step], scores: list[int]) -> Dropout:
 def _four_dims(node: fx.Node, shape: list[int], build: Editor) -> fx.Node:
     """`node` as a tensor of `shape`: what it is a view of, if that has this shape."""
     inner = node
-    while inner.target in (*_VIEWS[:2], aten.clone.default):
+    while inner.target in of_kind(OpKind.SAME, OpKind.RESHAPE):
         inner = inner.args[0]
         if shape_of(inner) == shape:
             return inner

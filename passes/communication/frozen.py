@@ -15,12 +15,13 @@ import torch
 import torch.fx
 
 from graphacc.graph import Codes, Input, Kind, MeshShard, StepGraph
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.ops.quantize import message_bytes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.placement import size_bytes
 
 own, aten = torch.ops.graphacc, torch.ops.aten
-_ON_THE_WAY = (aten.view.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default, own.after.default)
+_ON_THE_WAY = of_kind(OpKind.CAST, OpKind.RESHAPE, OpKind.ORDER)
 """What may stand between a weight's part and its gather: nothing that changes the order of its elements."""
 
 

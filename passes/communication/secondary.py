@@ -29,6 +29,7 @@ from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
+from graphacc.strategy.axes import FSDP
 
 collective, own, aten = torch.ops._c10d_functional, torch.ops.graphacc, torch.ops.aten
 GATHER = collective.all_gather_into_tensor.default
@@ -84,7 +85,7 @@ def _gathers(step: StepGraph) -> tuple[dict[Any, torch.fx.Node], dict[Any, list[
     forward: dict[Any, torch.fx.Node] = {}
     backward: dict[Any, list[torch.fx.Node]] = {}
     for node in step.graph.nodes:
-        if node.target is GATHER and node.args[-1] == "fsdp" and node.meta["move"].role is Role.WEIGHT:
+        if node.target is GATHER and node.args[-1] == FSDP and node.meta["move"].role is Role.WEIGHT:
             made, _ = _made(node.all_input_nodes[0])
             if node.meta["phase"] is Phase.FORWARD:
                 forward.setdefault(made, node)

@@ -10,15 +10,16 @@ import torch
 from torch import fx
 
 from graphacc.graph import StepGraph
+from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.passes.edit import Editor, items, shape_of
 from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.runner import Log
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 Make = Callable[[Editor], fx.Node]
-_CASTS = (aten._to_copy.default, aten.alias.default, aten.clone.default, torch.ops.prims.convert_element_type.default)
+_CASTS = of_kind(OpKind.SAME, OpKind.CAST)
 _SORTS = (aten.sort.default, aten.sort.stable)
-_LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default)
+_LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
@@ -122,7 +123,7 @@ def _divisor(node: fx.Node, order: fx.Node) -> int | None:
 def _inverse(node: fx.Node, order: fx.Node) -> fx.Node | None:
     """The inverse of a permutation: ``inverse[order] = arange(M)``, or its own sort."""
     if node.target in _PUTS and _indices(node) == [order] and not _accumulates(node):
-        counts = node.args[2].target in (aten.arange.default, aten.arange.start, aten.arange.start_step)
+        counts = facts(node.args[2].target).kind is OpKind.COUNT
         size = order.meta["val"].shape[0]
         bounds = {1: (0, *node.args[2].args, 1), 2: (*node.args[2].args, 1), 3: node.args[2].args} if counts else {}
         right = counts and tuple(bounds[len(node.args[2].args)]) == (0, size, 1)

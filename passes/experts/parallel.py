@@ -13,6 +13,7 @@ from torch import fx
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
@@ -20,17 +21,11 @@ from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.report import PartitionReport
 from graphacc.passes.partition.rules import ExpertParallel
 from graphacc.passes.runner import Pass
+from graphacc.strategy.axes import EP
 from graphacc.strategy.spec import Strategy
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
-_SAME = (
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.clone.default,
-    torch.ops.prims.convert_element_type.default,
-    ops.after.default,
-)
+_SAME = of_kind(OpKind.SAME, OpKind.CAST, OpKind.ORDER)
 _TURNS = (aten.permute.default, aten.transpose.int)
 
 
@@ -80,10 +75,10 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
             if item.kind is Kind.GRAD
         }
         spread = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
-        return assign(step, "ep", strategy.ep, inputs, outputs, lambda shape: None, experts=spread, reduce_narrow=strategy.reduces_narrow)
+        return assign(step, EP, strategy.ep, inputs, outputs, lambda shape: None, experts=spread, reduce_narrow=strategy.reduces_narrow)
 
     key = strategy.reduces_narrow, strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
-    return axis_pass("ep", strategy.ep, decide, key=key, note=functools.partial(_note_dropped, strategy=strategy))
+    return axis_pass(EP, strategy.ep, decide, key=key, note=functools.partial(_note_dropped, strategy=strategy))
 
 
 def check_experts(step: StepGraph, num_ranks: int, experts: Collection[str]) -> None:
@@ -104,7 +99,7 @@ def check_experts(step: StepGraph, num_ranks: int, experts: Collection[str]) -> 
 def check_pins(pins: Mapping[str, Iterable[str | None]], experts: Collection[str]) -> None:
     """Raise StrategyError where a parameter is annotated with `ep` that it cannot follow."""
     for name, spec in pins.items():
-        dims = [dim for dim, entry in enumerate(spec) if entry == "ep"]
+        dims = [dim for dim, entry in enumerate(spec) if entry == EP]
         if dims and (dims != [0] or name not in experts):
             raise StrategyError(
                 f"the annotation {spec!r} on {name!r} splits dim {dims[0]} over ep, which splits dim 0 of the weights of experts and nothing else "

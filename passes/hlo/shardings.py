@@ -16,6 +16,7 @@ from graphacc.graph import Input, Kind, MeshShard, Output, local_shape
 from graphacc.hlo import HloStep
 from graphacc.passes.batch import check_batch, split_axes
 from graphacc.strategy.annotations import P
+from graphacc.strategy.axes import CP, EP, FSDP, PP
 from graphacc.strategy.spec import AXES, Strategy
 
 Item = Input | Output
@@ -44,7 +45,7 @@ def with_layouts(step: HloStep, strategy: Strategy, *, batch_dims: Mapping[str, 
 
 def check_axes(strategy: Strategy) -> None:
     """Raise StrategyError where a strategy has axes that lazily captured programs do not have."""
-    later = [axis for axis in ("pp", "cp", "ep") if getattr(strategy, axis) > 1]
+    later = [axis for axis in (PP, CP, EP) if getattr(strategy, axis) > 1]
     if later:
         raise StrategyError(
             f"{strategy}: the axes {', '.join(later)} need a graph of operators, which capture by lazy tensors does not give; use dp, fsdp and "
@@ -113,7 +114,7 @@ def _split(shape: tuple[int, ...], shards: tuple[MeshShard, ...], num_ranks: int
     if not fitting:
         return ()
     dim = 0 if fitting[0] == 0 else max(fitting, key=lambda dim: local[dim])
-    return (MeshShard(axis="fsdp", size=num_ranks, dim=dim),)
+    return (MeshShard(axis=FSDP, size=num_ranks, dim=dim),)
 
 
 def _batch(step: HloStep, batch_dims: Mapping[str, int | None]) -> Input | None:

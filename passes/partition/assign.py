@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
-from graphacc.passes.edit import only_user
+from graphacc.passes.edit import constant, description, only_user
 from graphacc.passes.partition import routing
 from graphacc.passes.partition.choose import choose, exchanges, plan_for_result
 from graphacc.passes.partition.constants import is_zero
@@ -36,27 +37,12 @@ from graphacc.passes.partition.plan import Action, AxisPlan, Move, Role
 from graphacc.passes.partition.rules import READS_NODES, Call, Communicating, Dims, ExpertParallel, Operand, Plan, find_rule, replicate
 
 aten = torch.ops.aten
-DTYPE_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_CASTS = (
-    *DTYPE_CASTS,
-    torch.ops.graphacc.after.default,
-    aten.alias.default,
-    aten.detach.default,
-)
-_MOVES = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default)
-_DEFERS = (
-    *_CASTS,
-    *_MOVES,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.squeeze.dims,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.neg.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-)
+DTYPE_CASTS = of_kind(OpKind.CAST)
+_CASTS = of_kind(OpKind.CAST, OpKind.SAME, OpKind.ORDER)
+_MOVES = of_kind(OpKind.PERMUTE, OpKind.RESHAPE)
+_DEFERS = _CASTS | of_kind(*LAYOUT_KINDS) | {aten.neg.default, aten.add.Tensor, aten.sub.Tensor}
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
+Presented = Callable[[torch.fx.Node, torch.fx.Node], Placement]  # operand, its user -> the placement in which the user's rule sees it
 Layout = Callable[[tuple[int, ...]], Shard | None]  # the optimizer's layout for tensors of a shape
 
 
@@ -71,6 +57,37 @@ class ModelParallel:
 
     resolve: Callable[[tuple[int, ...]], Shard | None]
     gathers_sequences: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What calls of one form do: the same operator with the same constants, on operands of the same shapes that are placed alike."""
+
+    plan: Plan
+    presented: tuple[Placement, ...]  # the operands' as the rule saw them
+    placements: tuple[Placement, ...]  # in which the call reads them
+    forced: tuple[str, ...]  # per operand: why it is moved, where that is no part of the strategy
+    result: Placement  # of the first one
+
+
+@dataclasses.dataclass(slots=True)
+class LocalCall:
+    """Writes the call of `node` on one rank, as its plan says."""
+
+    node: torch.fx.Node
+    operands: list[torch.fx.Node]
+    plan: Plan
+
+    def __call__(self, build: Emitter, *locals_: torch.fx.Node) -> Any:
+        node, plan, left = self.node, self.plan, iter(locals_)
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(left))
+        if plan.sets:
+            names = [schema.name for schema in node.target._schema.arguments]
+            args = tuple(plan.sets.get(name, value) for name, value in zip(names, args))
+            kwargs = {name: plan.sets.get(name, value) for name, value in kwargs.items()}
+        if plan.emit is not None:
+            return plan.emit(build, args, kwargs)
+        return build.call(node.target, *args, **kwargs) if plan.sets else build.repeat(args, kwargs, self.operands, locals_)
 
 
 def assign(
@@ -114,7 +131,7 @@ class Assigner:
         self.node: torch.fx.Node = None  # the one in work: what moves are made for
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], int] = {}
-        self.made: dict[torch.fx.Node, list[Placement]] = {}  # the placements in which a value exists
+        self.made: dict[torch.fx.Node, list[Placement]] = {}  # the placements in which a value exists; noted along model-parallel axes
         self.restores: dict[torch.fx.Node, tuple[Placement | None, ...]] = {}
         self.weights: set[torch.fx.Node] = set()
         self.kept: set[tuple] = set()  # shapes and placements of the inputs
@@ -127,7 +144,7 @@ class Assigner:
         self.actions: list[Action] = []
         self.moves: list[Move] = []
         self.exchanged: set[torch.fx.Node] = set()  # ids of experts that ranks have told each other
-        self.known: dict[tuple, Plan] = {}  # the layers of a model repeat
+        self.known: dict[tuple, Decision] = {}  # the layers of a model repeat
         self._inside: dict[tuple, list[tuple[str, int]]] = {}  # the moves of operators that communicate by themselves
 
     def run(self) -> AxisPlan:
@@ -193,13 +210,12 @@ class Assigner:
             return
         if self.model is not None and node.meta["phase"] is not Phase.UPDATE:
             self._resolve_operands(node)
-        call = self._call(node, self._presented)
-        self._apply(call, self._plan(call))
+        self._apply(node, *self._decide(node, self._presented))
         self._settle(node)
         if node.name in self.pins and isinstance(node.meta["val"], torch.Tensor):
             self.value(node, self.pins[node.name])
             self.home[node] = self.pins[node.name]
-        kept = _CASTS if self.model is None else (*_CASTS, *_MOVES)
+        kept = _CASTS if self.model is None else _CASTS | _MOVES
         if node.target in kept and node.args[0] in self.weights:
             self.weights.add(node)
 
@@ -266,7 +282,7 @@ class Assigner:
         self.value(node, placement)
         self.home[node] = placement
 
-    def _call(self, node: torch.fx.Node, placement: Callable[[torch.fx.Node, torch.fx.Node], Placement]) -> Call:
+    def _call(self, node: torch.fx.Node, presented: Presented) -> Call:
         arguments, operands = {}, []
         fixed = self.model is not None and node.meta["phase"] is not Phase.UPDATE
         for name, value in _bound(node):
@@ -274,7 +290,7 @@ class Assigner:
             for index, item in _tensors(value):
                 value_ = item.meta["val"]
                 held = self._held(item) if self.model is not None else frozenset()
-                place = placement(item, node)
+                place = presented(item, node)
                 operands.append(Operand(item, name, index, tuple(value_.shape), value_.dtype, place, held, fixed and item in self.weights))
         results = node.meta["val"]
         results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
@@ -312,31 +328,45 @@ class Assigner:
             return REPLICATE
         return home
 
+    def _decide(self, node: torch.fx.Node, presented: Presented) -> tuple[list[torch.fx.Node], "Decision"]:
+        """The operands of a call, and what it does with them; calls of one form are decided once."""
+        operands, form = self._form(node, presented)
+        decision = None if form is None else self.known.get(form)
+        if decision is None:
+            call = self._call(node, presented)
+            decision = self._decided(call, self._plan(call))
+            if form is not None:
+                self.known[form] = decision
+        return operands, decision
+
+    def _form(self, node: torch.fx.Node, presented: Presented) -> tuple[list[torch.fx.Node], tuple | None]:
+        """The operands of a call, and what its rule depends on and no more; None for that if it may look at how operands are made."""
+        operands: list[torch.fx.Node] = []
+        places: list[Placement] = []
+        arguments = self._key(node.args, node, presented, operands, places), self._key(tuple(node.kwargs.items()), node, presented, operands, places)
+        hidden = node.target in READS_NODES or node.name in self.pins or any(type(placement) is Partial for placement in places)
+        return operands, None if hidden else (node.target, node.meta["phase"], arguments)
+
+    def _key(self, value: Any, user: torch.fx.Node, presented: Presented, operands: list, places: list) -> Any:
+        """A key of an argument; the operands in it and how they are placed are noted, too."""
+        if isinstance(value, (tuple, list)):
+            return tuple([self._key(item, user, presented, operands, places) for item in value])
+        if type(value) is not torch.fx.Node:
+            return constant(value)
+        placement = presented(value, user)
+        operands.append(value)
+        places.append(placement)
+        seen = description(value.meta["val"]), placement
+        return seen if self.model is None else (*seen, self._held(value), user.meta["phase"] is not Phase.UPDATE and value in self.weights)
+
     def _plan(self, call: Call) -> Plan:
+        """The plan of a call, by the operator's rule."""
         target = call.node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise GraphError(
                 f"node {call.node.name!r} calls {target}, which draws from a generator of its own: ranks would draw the same, or "
                 f"other numbers than one device does. Capture must turn it into graphacc::random_uniform or graphacc::random_bits"
             )
-        form = self._form(call)
-        if form is None:
-            return self._ask(call)
-        if form not in self.known:
-            self.known[form] = self._ask(call)
-        return self.known[form]
-
-    def _form(self, call: Call) -> tuple | None:
-        """What the rule of a call depends on, and no more; None if it may look at how operands are made."""
-        target, name = call.node.target, call.node.name
-        if target in READS_NODES or name in self.pins or any(isinstance(operand.placement, Partial) for operand in call.operands):
-            return None
-        operands = tuple((o.name, o.index, o.shape, o.dtype, o.placement, o.held, o.fixed) for o in call.operands)
-        return target, call.phase, operands, constants(call.node.args), constants(tuple(call.node.kwargs.items()))
-
-    def _ask(self, call: Call) -> Plan:
-        """The plan of a call, by the operator's rule."""
-        target = call.node.target
         found = find_rule(target)
         if found is None or not call.operands:
             return replicate(call, f"{target} has no partition rule")
@@ -348,44 +378,37 @@ class Assigner:
         pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None
         return choose(call, plan, counts_sums=counts_sums) if pinned is None else pinned
 
-    def _apply(self, call: Call, plan: Plan) -> None:
-        """Move the operands as the plan requires, and keep the result as the node's home."""
-        action = self._carry_out(call, plan)
-        if isinstance(call.node.meta["val"], (tuple, list)):
-            self.home[call.node] = plan.results
-            self.copies[call.node, None] = action
-            self.restores[call.node] = plan.restore
-        else:
-            placement = plan.results[0] if isinstance(plan.results, tuple) else plan.results
-            self._keep(call.node, placement, action)
-
-    def _carry_out(self, call: Call, plan: Plan) -> int:
-        """The action of one call, behind those that move its operands."""
+    def _decided(self, call: Call, plan: Plan) -> "Decision":
         meant = plan.restore or (self.model is not None and self.model.gathers_sequences and call.phase is not Phase.UPDATE)
-        values = []
-        for operand, required in zip(call.operands, plan.operands):
-            forced = ""
-            if isinstance(operand.placement, Shard) and required not in (None, operand.placement) and not meant:
-                forced = plan.reason or "operands are split along different dims"
-            values.append(self.value(operand.node, operand.placement if required is None else required, forced))
-        single = not isinstance(call.node.meta["val"], (tuple, list))
-        expected = (plan.results[0] if isinstance(plan.results, tuple) else plan.results) if single else None
-        node = call.node
+        presented = tuple([operand.placement for operand in call.operands])
+        moves = [isinstance(before, Shard) and to not in (None, before) and not meant for before, to in zip(presented, plan.operands)]
+        return Decision(
+            plan=plan,
+            presented=presented,
+            placements=tuple([before if to is None else to for before, to in zip(presented, plan.operands)]),
+            forced=tuple([(plan.reason or "operands are split along different dims") if forced else "" for forced in moves]),
+            result=plan.results[0] if isinstance(plan.results, tuple) else plan.results,
+        )
 
-        def write(build: Emitter, *locals_: torch.fx.Node) -> Any:
-            left = iter(locals_)
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(left))
-            if plan.sets:
-                names = [schema.name for schema in node.target._schema.arguments]
-                args = tuple(plan.sets.get(name, value) for name, value in zip(names, args))
-                kwargs = {name: plan.sets.get(name, value) for name, value in kwargs.items()}
-            if plan.emit is not None:
-                return plan.emit(build, args, kwargs)
-            return build.call(node.target, *args, **kwargs) if plan.sets else build.repeat(args, kwargs)
+    def _apply(self, node: torch.fx.Node, operands: list[torch.fx.Node], decision: "Decision") -> None:
+        """Move the operands as the plan requires, and keep the result as the node's home."""
+        action = self._carry_out(node, operands, decision)
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.home[node] = decision.plan.results
+            self.copies[node, None] = action
+            self.restores[node] = decision.plan.restore
+        else:
+            self._keep(node, decision.result, action)
 
+    def _carry_out(self, node: torch.fx.Node, operands: list[torch.fx.Node], decision: "Decision") -> int:
+        """The action of one call, behind those that move its operands."""
+        plan = decision.plan
+        values = [self.value(operand, to, forced) for operand, to, forced in zip(operands, decision.placements, decision.forced)]
+        expected = None if isinstance(node.meta["val"], (tuple, list)) else decision.result
+        write = LocalCall(node, operands, plan)
         if isinstance(plan.emit, Communicating):
-            placed = [operand.placement if required is None else required for operand, required in zip(call.operands, plan.operands)]
-            given = tuple((*call.local(operand.shape, placement), operand.dtype) for operand, placement in zip(call.operands, placed))
+            shapes = [(operand.meta["val"], placement) for operand, placement in zip(operands, decision.placements)]
+            given = tuple((*local_shape(tuple(value.shape), placement, self.num_ranks), value.dtype) for value, placement in shapes)
             key = node.target, constants(node.args), constants(tuple(node.kwargs.items())), plan.operands, given, plan.emit.ids
             self._move_inside(given, write, key, plan.emit.ids, node)
         return self._act(values, write, expected, node)
@@ -393,7 +416,8 @@ class Assigner:
     def _keep(self, node: torch.fx.Node, placement: Placement, action: int) -> None:
         self.home[node] = placement
         self.copies[node, placement] = action
-        self.made.setdefault(node, []).append(placement)
+        if self.model is not None:
+            self.made.setdefault(node, []).append(placement)
 
     # Actions and moves
 
@@ -455,7 +479,8 @@ class Assigner:
         if (node, to) not in self.copies:
             whole = (node, REPLICATE) in self.copies
             self.copies[node, to] = self._convert(node, REPLICATE if whole else self.home[node], to, forced)
-            self.made.setdefault(node, []).append(to)
+            if self.model is not None:
+                self.made.setdefault(node, []).append(to)
         return self.copies[node, to]
 
     def _gathers_again(self, node: torch.fx.Node, to: Placement) -> bool:
@@ -580,7 +605,7 @@ class Assigner:
         call = self._call(node, lambda operand, _: self._whole(operand))
         before, self.node = self.node, node
         try:
-            return self._carry_out(call, plan)
+            return self._carry_out(node, [operand.node for operand in call.operands], self._decided(call, plan))
         finally:
             self.node = before
 
@@ -621,13 +646,10 @@ def _bound(node: torch.fx.Node) -> list[tuple[str, Any]]:
 
 
 def constants(value: Any) -> Any:
-    """A key of the arguments that are no tensors; it tells 1 from 1.0 and True."""
-    kind = type(value)
-    if kind is torch.fx.Node:
-        return "node"
+    """A key of the arguments that are no tensors."""
     if isinstance(value, (tuple, list)):
         return tuple([constants(item) for item in value])
-    return value if kind is int or kind is str or value is None else (kind, repr(value) if isinstance(value, float) else value)
+    return "node" if type(value) is torch.fx.Node else constant(value)
 
 
 def _tensors(value: Any) -> list[tuple[int | None, torch.fx.Node]]:

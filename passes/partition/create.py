@@ -9,25 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.fx
 
+from graphacc.ops.facts import OpKind, facts, of_kind, takes
 from graphacc.passes.partition.choose import plan_for_result
 from graphacc.passes.partition.placement import REPLICATE, Shard, view_split
 from graphacc.passes.partition.rules import Call, Dims, Plan, find_rule
 
 aten, random, prims = torch.ops.aten, torch.ops.graphacc, torch.ops.prims
-_FILLED = (
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.empty.memory_format,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-)
-_RANDOM = (random.random_uniform.default, random.random_bits.default)
-_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_EXPANDS = (aten.expand.default, aten.unsqueeze.default, prims.broadcast_in_dim.default)
+_EXPANDS = of_kind(OpKind.EXPAND) | {aten.unsqueeze.default}
 
 
 def creation_plan(node: torch.fx.Node, split: Shard, call_of: Callable[[torch.fx.Node], Call]) -> Plan | None:
@@ -46,13 +34,14 @@ def creation_plan(node: torch.fx.Node, split: Shard, call_of: Callable[[torch.fx
 
 def _plan(call: Call, split: Shard) -> Plan | None:
     target, shape = call.node.target, tuple(call.results[0].shape)
-    if target in _FILLED:
+    kind = facts(target).kind
+    if kind is OpKind.FILL and takes(target, "size"):
         return Plan((None,) * len(call.operands), split, {"size": call.local(shape, split)})
-    if target in _RANDOM:
+    if kind is OpKind.RANDOM:
         return _random_plan(call, split)
-    if target in _ARANGES:
+    if kind is OpKind.COUNT:
         return _arange_plan(call, split)
-    if target in _VIEWS:
+    if kind is OpKind.RESHAPE:
         inner = view_split(shape, split, call.shape("self"), call.num_ranks)
         return None if inner is None else Plan((inner,), split, {"size": call.local(shape, split)})
     found = find_rule(target)

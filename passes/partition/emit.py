@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc._compat.torch_ import fake_mode
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
@@ -15,7 +17,7 @@ from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
 _META = ("phase", "module_path", "stack_trace", "segment", "region", "recomputed")
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_VIEWS = of_kind(OpKind.RESHAPE)
 
 
 class Emitter:
@@ -50,12 +52,8 @@ class Emitter:
         """One of several results."""
         return value[index] if isinstance(value, list) else self.call(operator.getitem, value, index)
 
-    def repeat(self, args: tuple, kwargs: dict) -> torch.fx.Node:
-        """The call of `node` with other arguments; if these have the very same values, so has the result."""
-        before: list[torch.fx.Node] = []
-        after: list[torch.fx.Node] = []
-        torch.fx.map_arg((self.node.args, self.node.kwargs), before.append)
-        torch.fx.map_arg((args, kwargs), after.append)
+    def repeat(self, args: tuple, kwargs: dict, before: Sequence[torch.fx.Node], after: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """The call of `node` with operands `after` where it has `before`; if these have the very same values, so has the result."""
         same = before and all(x.meta["val"] is y.meta["val"] for x, y in zip(after, before))
         if not same or not self._owns(self.node.meta["val"]):
             return self.call(self.node.target, *args, **kwargs)
@@ -79,10 +77,13 @@ class Emitter:
         return self._finish(self.graph.create_node("call_function", target, args, kwargs, name=name), value)
 
     def _finish(self, new: torch.fx.Node, value: Any) -> torch.fx.Node:
-        new.meta = {key: self.node.meta[key] for key in _META if key in self.node.meta}
+        meta = self.node.meta
+        for key in _META:
+            if key in meta:
+                new.meta[key] = meta[key]  # set one by one: to assign `meta` makes fx look the node up again
         new.meta["val"] = value
-        if new.target is self.node.target and "move" in self.node.meta:  # a collective over another axis
-            move, whole = self.node.meta["move"], self.node.meta["val"].numel()
+        if "move" in meta and new.target is self.node.target:  # a collective over another axis
+            move, whole = meta["move"], meta["val"].numel()
             new.meta["move"] = dataclasses.replace(move, size_bytes=move.size_bytes * value.numel() // max(1, whole))  # of this rank's part
         return new
 

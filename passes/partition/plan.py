@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.fx
 
@@ -44,8 +44,7 @@ class Move:
         return self.collective != "shard"
 
 
-@dataclasses.dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One step of writing the program of one rank."""
 
     node: torch.fx.Node  # of the graph that is partitioned: gives name, phase, module and source line

@@ -9,30 +9,15 @@ common-subexpression pass can merge the two.
 import torch
 import torch.fx
 
+from graphacc.passes.edit import Editor
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.runner import Log
 from graphacc.passes.stages.values import SEGMENT
 
 aten = torch.ops.aten
-_CHAIN = (
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.alias.default,
-    aten.detach.default,
-    aten.clone.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-)
+_CHAIN = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.PART)
 
 
 def separate_backward_reads(step: StepGraph, log: Log) -> StepGraph:
@@ -83,20 +68,13 @@ def _copy(
     """`value` written again for backward, in front of its first reader `before`."""
     if value in copies:
         return copies[value]
-    with step.graph.inserting_before(before):
-        if value.op == "placeholder":
-            new = step.graph.call_function(torch.ops.graphacc.after.default, (value, anchor))
-        else:
-            source = _copy(step, value.args[0], roots, anchor, before, copies)
-            new = step.graph.call_function(value.target, (source, *value.args[1:]), dict(value.kwargs))
-    new.meta = {
-        **value.meta,
-        "phase": Phase.BACKWARD,
-        "module_path": before.meta.get("module_path", ""),
-        "stack_trace": before.meta.get("stack_trace", ""),
-    }
-    if SEGMENT in before.meta:
-        new.meta[SEGMENT] = before.meta[SEGMENT]
+    place = {name: before.meta[name] for name in ("module_path", "stack_trace", SEGMENT) if name in before.meta}
+    edit = Editor(step.graph, before, like=value, meta={"phase": Phase.BACKWARD, **place})
+    if value.op == "placeholder":
+        new = edit(torch.ops.graphacc.after.default, value, anchor)
+    else:
+        source = _copy(step, value.args[0], roots, anchor, before, copies)
+        new = edit.repeat(value, (source, *value.args[1:]), dict(value.kwargs))
     copies[value] = new
     return new
 

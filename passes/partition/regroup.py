@@ -8,13 +8,14 @@ first, the partial ones need one sum over the ranks; in autograd's order each wo
 import torch
 import torch.fx
 
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.graph import Phase, StepGraph
 from graphacc.passes.edit import Editor
 from graphacc.passes.runner import Log, Pass
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.permute.default, aten._to_copy.default, aten.clone.default)
+_PRODUCTS = of_kind(OpKind.PRODUCT)
+_VIEWS = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.PERMUTE)
 
 
 def regroup_sums(step: StepGraph, log: Log) -> StepGraph:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphacc.ops.facts import OpKind, facts
 from graphacc.graph import Kind, StepGraph
 from graphacc.ops.flash_attention import EmptyRows
 from graphacc.passes.attention.masks import LOW
@@ -107,7 +108,7 @@ def _hides(step: StepGraph, bias: Node) -> str:
         low = [number for number in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(number, (int, float)) and _low(number)]
         if low:
             return f"the number {low[0]:g}"
-        looks_up = node.target in (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+        looks_up = facts(node.target).kind is OpKind.LOOKUP
         left += node.all_input_nodes[:1] if looks_up else node.all_input_nodes
     return ""
 

@@ -5,6 +5,7 @@ Labels: numbers are dims of the indexed tensor, ("i", j) the j-th dim of the ind
 
 import torch
 
+from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.passes.partition.rules import Call, Dims, Emit, Label, Labels, Operand, rule, split_of
 
 aten = torch.ops.aten
@@ -160,8 +161,7 @@ def _index_labels(call: Call, dims: list[int], indices: list[Label]) -> tuple[li
     return tensor, labels, emits
 
 
-_ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_KEEPS_ORDER = (aten.unsqueeze.default, aten.view.default, aten._to_copy.default, aten.alias.default, aten.clone.default)
+_KEEPS_ORDER = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE)
 
 
 def running_dim(node: torch.fx.Node, size: int) -> int | None:
@@ -171,7 +171,7 @@ def running_dim(node: torch.fx.Node, size: int) -> int | None:
         return None
     while node.target in _KEEPS_ORDER:
         node = node.args[0]
-    if node.target not in _ARANGE:
+    if facts(node.target).kind is not OpKind.COUNT:
         return None
     bounds = {1: (0, *node.args, 1), 2: (*node.args, 1), 3: node.args}[len(node.args)]
     return shape.index(size) if tuple(bounds) == (0, size, 1) else None

@@ -1,17 +1,9 @@
 """Rules of operators that work element by element, with broadcasting."""
 
+from graphacc.ops.facts import facts
 from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
 
-# Operators that are linear in one argument alone, or in several taken together.
-_LINEAR = {
-    "mul.Tensor": ("self", "other"),
-    "mul.Scalar": ("self",),
-    "div.Tensor": ("self",),
-    "div.Scalar": ("self",),
-    "neg.default": ("self",),
-}
-_JOINT = {"add.Tensor": ("self", "other"), "sub.Tensor": ("self", "other"), "where.self": ("self", "other")}
 _COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default", "mark_sharding.default", "permute_ranks.default")
 
 
@@ -40,17 +32,13 @@ def pointwise(call: Call, **facts) -> Dims:
     "_c10d_functional.wait_tensor.default graphacc.mark_sharding.default graphacc.permute_ranks.default"
 )
 def _pointwise(call: Call) -> Dims:
-    name = str(call.node.target).removeprefix("aten.")
-    if call.node.target._schema.name == "prims::div":
-        return pointwise(call, linear=("a",))
-    if name in ("_to_copy.default",):
-        return pointwise(call, linear=("self",))
+    name, known = str(call.node.target).removeprefix("aten."), facts(call.node.target)
     if name.rpartition("functional.")[2].removeprefix("graphacc.") in _COPIES:
         return pointwise(call, linear=tuple(operand.name for operand in call.operands), moves=True)
     if name == "bucketize.Tensor":
         dims = pointwise(call)
         return Dims({"self": dims.operands["self"]}, dims.results)
-    return pointwise(call, linear=_LINEAR.get(name, ()), joint=_JOINT.get(name, ()))
+    return pointwise(call, linear=known.linear, joint=known.joint)
 
 
 @rule("aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default")

@@ -16,27 +16,19 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.fx
 
+from graphacc.strategy.axes import TP
+from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
-from graphacc.passes.partition.assign import Assigner, ModelParallel
+from graphacc.passes.partition.assign import Assigner, Decision, ModelParallel
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides
 from graphacc.passes.partition.report import source_line
-from graphacc.passes.partition.rules import Call, Plan
+from graphacc.passes.partition.rules import Call
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}  # positions of the two factors
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_CHAIN = (
-    *_VIEWS,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.graphacc.mark_sharding.default,
-)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_VIEWS = of_kind(OpKind.RESHAPE)
+_CHAIN = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.PERMUTE) | {torch.ops.graphacc.mark_sharding.default}
 _MAX_TRIALS = 12
 _HEAD_RATIO = 2  # a column that no row follows is split if it has this many times more outputs than inputs (a vocabulary)
 
@@ -61,10 +53,11 @@ def find_tensor_parallel(step: StepGraph, num_ranks: int, pinned: Mapping[str, P
     """
     refused: dict[str, str] = {}
     outers: dict[str, int] = {}
+    known: dict[tuple, Decision] = {}  # one for all trials
     pinned = {**_marked_parameters(step, num_ranks, pinned), **pinned}
     check_heads(step, num_ranks)
     for _ in range(_MAX_TRIALS):
-        trial = _Trial(step, num_ranks, pinned, refused, outers)
+        trial = _Trial(step, num_ranks, pinned, refused, outers, known)
         trial.run()
         if trial.new_outers:  # what else failed may have failed because of it
             outers |= trial.new_outers
@@ -90,7 +83,7 @@ def pinned_placements(annotations: Mapping[str, Iterable[str | None]], axis: str
 def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Placement]) -> dict[str, Placement]:
     """Parameters that the model's code hands to `graphacc.mark_sharding` itself."""
     items = {node: item.target for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
-    placements = _marked(step, "tp", num_ranks)
+    placements = _marked(step, TP, num_ranks)
     found: dict[str, Placement] = {}
     for node in step.graph.nodes:
         if node.name in placements and node.args[0] in items:
@@ -105,9 +98,9 @@ def _marked_parameters(step: StepGraph, num_ranks: int, pinned: Mapping[str, Pla
 class _Trial(Assigner):
     """A forward run on placements alone."""
 
-    def __init__(self, step, num_ranks, pinned, refused, outers):
-        super().__init__(step, "tp", num_ranks, {}, {}, lambda shape: None, ModelParallel(resolve=lambda shape: None), {})
-        self.refused, self.outers = refused, outers
+    def __init__(self, step, num_ranks, pinned, refused, outers, known):
+        super().__init__(step, TP, num_ranks, {}, {}, lambda shape: None, ModelParallel(resolve=lambda shape: None), {})
+        self.refused, self.outers, self.known = refused, outers, known
         self.pinned = pinned
         self.params = {node: item for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
         self.splits = {name: Shard(split.dim, outers.get(name, 1)) for name, split in pinned.items() if isinstance(split, Shard)}
@@ -149,7 +142,9 @@ class _Trial(Assigner):
         if node.target is aten.embedding.default:
             self._give_table_role(node)
         elif node.target in _PRODUCTS:
-            first, second = _PRODUCTS[node.target]
+            factors = facts(node.target).factors
+            assert factors is not None, f"the positions of the factors of {node.target} are not known"
+            first, second = factors
             self._give_factor_role(node, weight=node.args[second], x=node.args[first], contracted=(0, 1))
             self._give_factor_role(node, weight=node.args[first], x=node.args[second], contracted=(1, 0))
 
@@ -214,8 +209,7 @@ class _Trial(Assigner):
         return None
 
     def _push(self, node: torch.fx.Node, placement: Placement) -> Placement:
-        results = self._plan(self._call(node, lambda operand, user: placement)).results
-        return results[0] if isinstance(results, tuple) else results
+        return self._decide(node, lambda operand, user: placement)[1].result
 
     def _assign(self, root: torch.fx.Node, split: Shard, reason: str) -> None:
         name = self.params[root].target
@@ -224,13 +218,16 @@ class _Trial(Assigner):
 
     def _set(self, node: torch.fx.Node, placement: Placement, origins: frozenset[str]) -> None:
         """Place a parameter, and what views and casts made of it so far."""
+        self._note(node, placement, origins)
+        for user in node.users:
+            if user in self.home and user.target in _CHAIN:
+                self._set(user, self._push(user, placement), origins)
+
+    def _note(self, node: torch.fx.Node, placement: Placement, origins: frozenset[str]) -> None:
         self.home[node], self.origins[node] = placement, origins
         self.made[node] = [placement]
         if isinstance(placement, Shard):
             self.weights.add(node)
-        for user in node.users:
-            if user in self.home and user.target in _CHAIN:
-                self._set(user, self._push(user, placement), origins)
 
     def _refuse(self, name: str, reason: str) -> None:
         if name not in self.pinned:
@@ -240,7 +237,7 @@ class _Trial(Assigner):
 
     def _place_input(self, node: torch.fx.Node, item: Input) -> None:
         placement = self.splits.get(item.target, REPLICATE) if item.kind is Kind.PARAM else REPLICATE
-        self._set(node, placement, frozenset([item.target]) if isinstance(placement, Shard) else frozenset())
+        self._note(node, placement, frozenset([item.target]) if isinstance(placement, Shard) else frozenset())
         if item.kind is Kind.BATCH:
             self.from_batch.add(node)
 
@@ -258,19 +255,17 @@ class _Trial(Assigner):
         if node in self.params:
             self.requests.setdefault(node, set()).add(to)
 
-    def _apply(self, call: Call, plan: Plan) -> None:
-        node, origins = call.node, set()
-        for operand, required in zip(call.operands, plan.operands):
-            mine = self.origins.get(operand.node, frozenset())
+    def _apply(self, node: torch.fx.Node, operands: list[torch.fx.Node], decision: Decision) -> None:
+        plan, origins = decision.plan, set()
+        for operand, presented, required in zip(operands, decision.presented, plan.operands):
+            mine = self.origins.get(operand, frozenset())
             if required is not None and node.target not in _CHAIN:
-                self.value(operand.node, required)
-            if isinstance(operand.placement, Shard) and required not in (None, operand.placement):
-                self._fail(call, operand.placement, mine, plan.reason)
-            elif isinstance(operand.placement, Shard):
+                self.value(operand, required)
+            if isinstance(presented, Shard) and required not in (None, presented):
+                self._fail(self._call(node, self._presented), presented, mine, plan.reason)
+            elif isinstance(presented, Shard):
                 origins |= mine
-        self.home[node] = plan.results
-        if not isinstance(node.meta["val"], (tuple, list)) and isinstance(plan.results, tuple):
-            self.home[node] = plan.results[0]
+        self.home[node] = plan.results if isinstance(node.meta["val"], (tuple, list)) else decision.result
         if isinstance(self.home[node], Partial) and origins:
             (self.paired if node.target in _PRODUCTS else self.reduced).update(origins)
         self.origins[node] = frozenset(origins)
@@ -357,7 +352,7 @@ def tensor_parallel_layouts(
     return Layouts(
         inputs={item.name: split for item in step.inputs if (split := split_of(item)) is not None},
         outputs={(item.kind, item.target): split_of(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD},
-        pins=_table_gradients(step, splits) | _marked(step, "tp", num_ranks),
+        pins=_table_gradients(step, splits) | _marked(step, TP, num_ranks),
         model_parallel=ModelParallel(resolve=resolve, gathers_sequences=sequence_parallel),
     )
 

@@ -8,13 +8,13 @@ a pass of its own. Random operators draw by counter, and give the copy the same 
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
+from graphacc.passes.edit import Editor
 from graphacc.passes.remat.regions import always_there
 from graphacc.passes.stages.values import SEGMENT, is_item
 
@@ -147,10 +147,7 @@ class _Recomputation:
         readers = [user for user in anchor.users if self.order.get(user, -1) > place and user.meta.get("phase") is Phase.BACKWARD]
         last = anchor
         for end in ends:
-            with self.step.graph.inserting_after(last):
-                new = self.step.graph.call_function(_AFTER, (last, end))
-            new.meta = {**anchor.meta, _COPIED: True}
-            last = new
+            last = Editor(self.step.graph, last.next, like=anchor, meta={_COPIED: True})(_AFTER, last, end)
         for reader in readers:
             reader.replace_input_with(anchor, last)
         self.gradients.add(last)
@@ -179,18 +176,13 @@ class _Recomputation:
         key = value, place
         if key in self.copies:
             return self.copies[key]
-        target: Any = value.target
+        kept = {"phase": Phase.BACKWARD, _COPIED: True} | ({SEGMENT: before.meta[SEGMENT]} if SEGMENT in before.meta else {})
+        edit = Editor(self.step.graph, before, like=value, meta=kept, without=(CHECKPOINT, SEGMENT))
         computed = value.op == "call_function" and self.regions.get(value) == place[0] and value not in self.kept
         if computed:
             read = {operand: self._copy(operand, place, before) for operand in dict.fromkeys(value.all_input_nodes)}
-            args, kwargs = torch.fx.map_arg((value.args, value.kwargs), read.__getitem__)
+            new = edit.repeat(value, *torch.fx.map_arg((value.args, value.kwargs), read.__getitem__))
         else:
-            target, args, kwargs = _AFTER, (value, self.anchors[place]), {}
-        with self.step.graph.inserting_before(before):
-            new = self.step.graph.call_function(target, args, kwargs)
-        kept = {name: entry for name, entry in value.meta.items() if name not in (CHECKPOINT, SEGMENT)}
-        new.meta = {**kept, "phase": Phase.BACKWARD, _COPIED: True}
-        if SEGMENT in before.meta:
-            new.meta[SEGMENT] = before.meta[SEGMENT]
+            new = edit(_AFTER, value, self.anchors[place])
         self.copies[key] = new
         return new

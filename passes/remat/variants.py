@@ -6,11 +6,12 @@ import torch
 import torch.fx
 
 from graphacc.costs.work import node_work
+from graphacc.ops.facts import OpKind, of_kind
 from graphacc.passes.stages.values import VIEWS
 
 aten = torch.ops.aten
 
-_CHEAP = frozenset({*VIEWS, aten.constant_pad_nd.default, aten.full.default, torch.ops.graphacc.random_uniform.default})
+_CHEAP = VIEWS | of_kind(OpKind.RANDOM) | {aten.constant_pad_nd.default, aten.full.default}
 
 
 def _is_product(node: torch.fx.Node) -> bool:

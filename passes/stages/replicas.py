@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
-from graphacc.passes.edit import infer
+from graphacc.passes.edit import Editor
 from graphacc.passes.stages.values import CASTS, SEGMENT, free_values, readers
 from graphacc.strategy.spec import Strategy
 
@@ -142,11 +142,9 @@ class _Writer:
         return total if accumulator is None else self._call(aten.add.Tensor, accumulator, total)
 
     def _call(self, target, *args, **kwargs) -> torch.fx.Node:
-        with self.step.graph.inserting_before(self.step.graph.output_node()):
-            new = self.step.graph.call_function(target, args, kwargs)
         place = max(node.meta[SEGMENT] for node in args if SEGMENT in node.meta)
-        new.meta = {"val": infer(target, args, kwargs), "phase": Phase.BACKWARD, "module_path": "", "stack_trace": "", SEGMENT: place}
-        return new
+        meta = {"phase": Phase.BACKWARD, "module_path": "", "stack_trace": "", SEGMENT: place}
+        return Editor(self.step.graph, self.step.graph.output_node(), meta=meta)(target, *args, **kwargs)
 
     def finish(self) -> None:
         graph = self.step.graph

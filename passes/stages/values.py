@@ -12,36 +12,18 @@ import torch
 import torch.fx
 
 from graphacc.graph import Kind, StepGraph
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 
 aten = torch.ops.aten
 
 SEGMENT = "segment"
 """Entry of ``node.meta``: the place of a node in the order forward chunk 0, ..., V-1, backward chunk V-1, ..., 0."""
 
-VIEWS = frozenset(
-    {
-        aten.permute.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-        aten.detach.default,
-        aten.clone.default,
-        aten._to_copy.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
+VIEWS = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.EXPAND, OpKind.PART)
 """Calls that only look at a value in another way, or copy or cast it."""
 
-_RANDOM = frozenset({torch.ops.graphacc.random_uniform.default, torch.ops.graphacc.random_bits.default})
-CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+_RANDOM = of_kind(OpKind.RANDOM)
+CASTS = of_kind(OpKind.CAST)
 
 
 def written_inputs(step: StepGraph) -> set[torch.fx.Node]:

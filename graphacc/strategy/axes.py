@@ -1,0 +1,15 @@
+"""The axes of the mesh, by name and by what they divide. Elsewhere an axis is one of these names, or the variable that holds one."""
+
+PP, DP, FSDP, TP, CP, EP = AXES = ("pp", "dp", "fsdp", "tp", "cp", "ep")  # fields of `Strategy`; outermost first
+
+DATA_AXES = (EP, FSDP, DP)
+"""Their ranks have other samples, in the order in which graphs are partitioned."""
+
+GRADIENT_AXES = (DP, FSDP)
+"""Their ranks work on the same parameters; gradients are summed over them in the backward, which may hide that."""
+
+MODEL_AXES = (TP, CP)
+"""Their ranks work on the same samples: on other features, or on other tokens."""
+
+SPMD_AXES = tuple(axis for axis in AXES if axis != PP)
+"""The axes along which a StepGraph is the program of one device, with collectives of its own; stages of a pipeline have a program each."""
