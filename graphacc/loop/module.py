@@ -124,6 +124,11 @@ class CompiledModule(nn.Module):
         state = self._graphacc_engine.programs.state
         return {kind: state.bytes_per_device(kind) for kind in STATE_KINDS}
 
+    def host_bytes(self) -> dict[Kind, int]:
+        """Bytes of exact parameters and optimizer state that this process's host holds in the place of the devices (`Strategy.offload`)."""
+        offload = self._graphacc_engine.programs.offload
+        return {Kind.PARAM: 0, Kind.STATE: 0} if offload is None else offload.host_bytes
+
     def __deepcopy__(self, memo):
         """An ordinary, uncompiled copy with the current values."""
         original = _original_class(type(self))
