@@ -22,6 +22,7 @@ from graphacc.passes.communication import (
 )
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
+from graphacc.passes.narrow import NARROW_PARAMETERS
 from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
@@ -66,6 +67,8 @@ def build_pipeline(
     axes = split_axes(step, strategy, batch_dims)
     along = {axis: batch_dims_along(axis, axes, batch_dims) for axis in DATA_AXES}
     passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, SUM_ONE_HOTS, ATTACH_ATTENTION, ATTACH_EXPERTS]
+    if strategy.offload is not None:
+        passes.append(NARROW_PARAMETERS)
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
     first, passes = passes, []
@@ -82,7 +85,8 @@ def build_pipeline(
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
-        passes.append(partition_pass(FSDP, strategy.fsdp, strategy.zero_stage, along[FSDP], quantization, strategy.reduces_narrow))
+        stage = strategy.zero_stage if strategy.offload is None else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
+        passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
     if strategy.quantized_weights:

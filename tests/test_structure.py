@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
     "search": {"errors", "cache", "graph", "ops", "passes", "strategy", "costs", "capture"},
     "runtime": {"errors", "cache", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},
-    "loop": {"errors", "_compat", "graph", "hlo", "capture", "costs", "passes", "runtime", "search", "strategy"},
+    "loop": {"errors", "_compat", "graph", "hlo", "capture", "costs", "optim", "passes", "runtime", "search", "strategy"},
     "api": {"costs", "errors", "loop", "runtime", "search", "strategy"},
     "checkpoints": {"errors", "graph", "loop", "runtime"},
     "report": {"errors", "cache", "graph", "strategy", "runtime", "loop", "passes", "passes.memory", "search"},

@@ -80,6 +80,21 @@ def capture_update(
     return backend.joined(_capture_gradient_code(model, grads, found, transform, extras, results, backend), step)
 
 
+def capture_gradients(
+    model: nn.Module,
+    optimizer: Optimizer,
+    grads: Sequence[str],
+    *,
+    transform: Transform,
+    extras: Sequence[Input] = (),
+    updated: Sequence[str],
+    results: Callable[[], dict[str, Tensor]] = dict,
+    backend: Backend = FX,
+) -> StepGraph | HloStep:
+    """Capture the gradient code that `capture_update` would put in front of the optimizer's step, alone: its outputs are GRAD and USER."""
+    return _capture_gradient_code(model, grads, members(model, optimizer, updated), transform, extras, results, backend)
+
+
 def _capture_gradient_code(
     model: nn.Module,
     grads: Sequence[str],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphacc import hlo
-from graphacc.capture import Backend, Batch, capture_forward, capture_joint, capture_update, capture_vjp, stitch
+from graphacc.capture import Backend, Batch, capture_forward, capture_gradients, capture_joint, capture_update, capture_vjp, stitch
 from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
@@ -231,17 +231,26 @@ def _without_outputs(step: Step, kind: Kind) -> Step:
     return step
 
 
+def gradient_graph(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode) -> Step:
+    """Gradient code alone: from gradients to those that an update uses."""
+    return _captured_update(capture_gradients, backend, model, optimizer, code)
+
+
 def update_graph(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]
 ) -> Step:
     """Gradient code and the optimizer's step."""
+    return _captured_update(capture_update, backend, model, optimizer, code, dynamic=dynamic)
+
+
+def _captured_update(capture: Callable[..., Step], backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, **options) -> Step:
     env: dict[int, Tensor] = {}
 
     def transform(grads: dict[str, Tensor], extras: Sequence[Tensor]) -> dict[str, Tensor]:
         env.update(code.replay(grads, extras))
         return code.update_gradients(env)
 
-    return capture_update(
+    return capture(
         model,
         optimizer,
         tuple(code.tape.grad_values) if code.tape.gradient_calls else code.names,
@@ -249,8 +258,8 @@ def update_graph(
         extras=code.inputs(),
         updated=code.names,
         results=lambda: {str(index): env[index] for index in code.results},
-        dynamic=dynamic,
         backend=backend,
+        **options,
     )
 
 

@@ -207,6 +207,7 @@ class Engine:
         trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
         if not trains:
             self.settle_buffers()
+            self._drain()
         tape = self._recording() if trains and not as_region else self._new_tape()
         tape.takes_gradients = as_region
         inputs = self.guards.inputs()
@@ -495,7 +496,13 @@ class Engine:
 
     def fetch(self, handle: Handle) -> Tensor:
         """The current value of a parameter or buffer, from the devices."""
+        self._drain()
         return self.programs.fetch(handle.kind, handle.name)
+
+    def _drain(self) -> None:
+        """Finish the updates that the host does. A recorded call keeps the parameters on the devices that it was recorded with."""
+        recorded = (self.tape, self.gradients.pending)
+        self.programs.drain(publish=all(tape is None or tape.closed or tape.has_run for tape in recorded))
 
     def materialize(self, tape: Tape, index: int) -> None:
         """Run what is needed for `tape` to have the value `index`."""
@@ -639,6 +646,7 @@ class Engine:
         if not binding.state_on_device:
             return
         with self.lock:
+            self._drain()
             for name in binding.names:
                 if tensors := self.programs.optimizer_state(name):
                     binding.hold(self.handles[name].tensor, tensors)
@@ -657,21 +665,24 @@ class Engine:
     def current(self, handle: Handle) -> "Tensor | tuple":
         """The value of a parameter or buffer where it is newest: on the host, or on the devices with its layout."""
         self.settle_buffers()
+        self.programs.drain()
         if handle.host_is_newer or not self.programs.holds(handle.kind, handle.name):
             return handle.host_value()
-        return self.programs.state.find(handle.kind, handle.name)
+        return self.programs.exact(handle.kind, handle.name)
 
     def current_optimizer_state(self, binding: Binding) -> "dict[str, Tensor | tuple]":
         """"<parameter>/<state>" -> the optimizer's state where it is newest."""
+        self.programs.drain()
         if binding.state_on_device:
             targets = [target for name in binding.names for target in self.programs.state_targets(name)]
-            return {target: self.programs.state.find(Kind.STATE, target) for target in targets}
+            return {target: self.programs.exact(Kind.STATE, target) for target in targets}
         state = binding.optimizer.state
         found = {name: state[self.handles[name].tensor] for name in binding.names if self.handles[name].tensor in state}
         return {f"{name}/{key}": value for name, values in found.items() for key, value in values.items() if isinstance(value, Tensor)}
 
     def restart(self, *, seed: int, counter: int, steps: int) -> None:
         """Forget what was recorded, and continue the random numbers and the count of steps from a checkpoint."""
+        self.programs.drain()
         if self.tape is not None:
             self.close(self.tape)
         self.tape = self.template = self.gradients.pending = None

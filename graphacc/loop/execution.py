@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.graph import Kind
-from graphacc.loop import build, collector
+from graphacc.loop import build, collector, offload
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import Compiled
 from graphacc.loop.promise import written_too_early
@@ -67,12 +67,13 @@ class Execution:
         """Forward and backward; adds to the gradients on the devices."""
         self._choose(tape)
         count = self.engine.programs.strategy.microbatches
+        accumulates = self._accumulates(tape)
         compiled = self.program(
             "grad",
-            {**self.forward_aspects(tape), "results": tuple(tape.outputs)},
-            lambda: build.accumulating(self.joint(tape)),
+            {**self.forward_aspects(tape), "results": tuple(tape.outputs), "accumulation": accumulates},
+            lambda: build.accumulating(self.joint(tape)) if accumulates else self.joint(tape),
         )
-        for name in tape.grad_values:
+        for name in tape.grad_values if accumulates else ():
             self._prepare_accumulator(compiled, name)
         self.upload(compiled, tape)
         feeds = [self.feeds(compiled, tape, microbatch=i) for i in range(count)]
@@ -85,6 +86,13 @@ class Execution:
                 tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
             self.engine.gradients.accumulated |= set(tape.grad_bindings)
             tape.has_run = True
+
+    def _accumulates(self, tape: Tape) -> bool:
+        """Whether a program of gradients adds to those so far. Where the host updates, most of these programs begin anew, and accumulators would be zeros to upload."""
+        programs, gradients = self.engine.programs, self.engine.gradients
+        if programs.offload is None or programs.strategy.microbatches > 1 or programs.strategy.pp > 1:
+            return True
+        return any(name in gradients.accumulated or name in gradients.host_grads for name in tape.grad_values)
 
     def _prepare_accumulator(self, compiled: Compiled, name: str) -> None:
         """The gradient so far, on the devices: kept if it is there, uploaded if the loop wrote it, zero otherwise."""
@@ -125,21 +133,49 @@ class Execution:
             if name not in tape.grad_bindings:
                 tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.engine.fakes.gradient_of(self.engine.handles[name]))
         code = self._gradient_code(tape, names)
+        if self.engine.programs.offload is None:
+            self._run_update_program(tape, binding, code)
+        else:
+            self._update_on_host(tape, binding, code)
+        self._after_update(binding)
+        if self.engine.gradients.pending is tape:
+            self.engine.gradients.pending = None  # the next step may have gradients that PyTorch computed
+        self.engine.close(tape)
+
+    def _run_update_program(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
         compiled = self.program(
             "update",
             _update_aspects(binding, code),
             lambda: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic),
         )
-        for name in names:
-            if (own := self.engine.handles[name].host_grad) is not None:
-                self.engine.programs.put(compiled, Kind.GRAD, name, own)
+        self._upload_gradients(compiled, code)
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
             self._fulfil(tape, self._run(compiled, tape, binding=binding))
-        self._after_update(binding)
-        if self.engine.gradients.pending is tape:
-            self.engine.gradients.pending = None  # the next step may have gradients that PyTorch computed
-        self.engine.close(tape)
+
+    def _update_on_host(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
+        """The update by the host; code on gradients runs on the devices before."""
+        offload.check_optimizer(binding.optimizer)
+        runs_code = bool(tape.gradient_calls or code.results) or code.max_norm is not None
+        if runs_code:
+            compiled = self.program(
+                "gradients",
+                _update_aspects(binding, code),
+                lambda: self.capture(build.gradient_graph, binding.optimizer, code),
+            )
+            self._upload_gradients(compiled, code)
+            self._fulfil(tape, self._run(compiled, tape))
+        from_host = () if runs_code else [name for name in code.names if self.engine.handles[name].host_grad is not None]
+        offload.submit(self.engine, binding, code.names, from_host=frozenset(from_host))
+        for name in code.names:
+            self.engine.handles[name].mark_stale()
+        self.updates += 1
+
+    def _upload_gradients(self, compiled: Compiled, code: build.GradientCode) -> None:
+        """Gradients that the loop wrote."""
+        for name in code.names:
+            if (own := self.engine.handles[name].host_grad) is not None:
+                self.engine.programs.put(compiled, Kind.GRAD, name, own)
 
     def _after_update(self, binding: Binding) -> None:
         """The state on the devices is new: fetched copies are out of date, and a tensor that the loop holds sees the new values at once."""

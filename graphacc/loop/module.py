@@ -28,6 +28,7 @@ class Memory:
     measured_bytes: int  # what the compiled program reserves: arguments, temporaries and new outputs
     argument_bytes: int  # parameters, optimizer state and batch, in the compiled program
     temporary_bytes: int  # temporaries, in the compiled program
+    host_bytes: int = 0  # exact parameters and optimizer state on this process's host, for all its devices (`Strategy.offload`)
 
 
 class CompiledModule(nn.Module):
@@ -117,12 +118,18 @@ class CompiledModule(nn.Module):
             measured_bytes=measured.peak_bytes,
             argument_bytes=measured.argument_bytes,
             temporary_bytes=measured.temp_bytes,
+            host_bytes=sum(self.host_bytes().values()),
         )
 
     def bytes_per_device(self) -> dict[Kind, int]:
         """Bytes of parameters, buffers, optimizer state and gradients that one device holds now."""
         state = self._graphacc_engine.programs.state
         return {kind: state.bytes_per_device(kind) for kind in STATE_KINDS}
+
+    def host_bytes(self) -> dict[Kind, int]:
+        """Bytes of exact parameters and optimizer state that this process's host holds in the place of the devices (`Strategy.offload`)."""
+        offload = self._graphacc_engine.programs.offload
+        return {Kind.PARAM: 0, Kind.STATE: 0} if offload is None else offload.host_bytes
 
     def __deepcopy__(self, memo):
         """An ordinary, uncompiled copy with the current values."""

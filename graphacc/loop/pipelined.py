@@ -71,6 +71,10 @@ class PipelinePrograms(Programs):
     """The programs of one model on one mesh per pipeline stage."""
 
     def __init__(self, strategy, *, num_devices: int, **options):
+        if strategy.offload is not None and process_count() > 1:
+            raise StrategyError(
+                f"{strategy}: offload under a pipeline keeps the state of all stages in one process, and there are {process_count()}: leave offload or pp out"
+            )
         super().__init__(strategy, num_devices=num_devices, **options)
         self.meshes = stage_meshes(strategy, select_devices(num_devices))
         self.schedule: Schedule = build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
@@ -146,6 +150,7 @@ class PipelinePrograms(Programs):
     def put(self, compiled: Pipelined, kind: Kind, target: str, value: Tensor) -> None:
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
         mesh = self.meshes[compiled.stage_of(kind, target)]
+        self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
             self.state.set(item, to_device(value.to(item.dtype), item, mesh), mesh)
 
@@ -206,7 +211,7 @@ class PipelinePrograms(Programs):
 
     def _cut(self, kind: str, graph: StepGraph) -> list[Segment]:
         axes = {axis: size for axis, size in self.meshes[0].shape.items() if axis in SPMD_AXES and size > 1}
-        if kind == "update":
+        if kind in ("update", "gradients"):
             names = [item.target for item in graph.inputs if item.kind in (Kind.PARAM, Kind.GRAD)]
             return cut(graph, update_places(graph, {name: self.homes.get(name, 0) for name in names}), axes)
         strategy = self.strategy

@@ -18,6 +18,7 @@ from graphacc.hlo import HloStep
 from graphacc.loop import collector
 from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
+from graphacc.loop.offload import Offload
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
 from graphacc.passes.partition import PartitionReport
@@ -32,6 +33,8 @@ from graphacc.runtime import Program, TrainState, make_mesh, progress, ranges, s
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import from_parts, to_codes
+from graphacc.runtime.host_array import HostArray
+from graphacc.runtime.layout import Item
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
 from graphacc.strategy.in_force import TensorDecision
@@ -115,6 +118,7 @@ class Programs:
         with kept_random_state():  # JAX's devices are made here
             self.mesh = make_mesh(strategy, select_devices(self.num_devices))
         self.state = TrainState(self.mesh)
+        self.offload = None if strategy.offload is None else Offload(delay=strategy.delay, delay_after=strategy.delay_after)
         self.compiled: list[Compiled] = []
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
@@ -122,7 +126,7 @@ class Programs:
     @property
     def runs_whole_steps(self) -> bool:
         """Whether forward, backward and update can be one program."""
-        return self.strategy.microbatches == 1
+        return self.strategy.microbatches == 1 and self.offload is None
 
     def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], Step]) -> Compiled:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
@@ -220,12 +224,27 @@ class Programs:
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
+        self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
             value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
             self.state.set(item, to_device(value, item, self.mesh))
 
+    def _note_written(self, kind: Kind, target: str) -> None:
+        if kind is Kind.PARAM and self.offload is not None:
+            self.offload.forget(target)
+
+    def drain(self, *, publish: bool = True) -> None:
+        """Finish the updates that the host does beside a program; without `publish` programs go on with the parameters from before them."""
+        if self.offload is not None:
+            if publish:
+                self.offload.drain(self)
+            else:
+                self.offload.finish()
+
     def holds(self, kind: Kind, target: str) -> bool:
-        """Whether the devices have a value, as it is."""
+        """Whether there is a value that a program left, as it is: on the devices, or as an exact one on the host."""
+        if kind is Kind.PARAM and self.offload is not None:
+            return self.offload.find(kind, target) is not None
         return self.state.holds(kind, target) and self.state.codes_of(kind, target) is None
 
     def holds_for(self, item: Input) -> bool:
@@ -234,11 +253,18 @@ class Programs:
 
     def fetch(self, kind: Kind, target: str) -> Tensor:
         """A value of the state as a global tensor on the host."""
-        array, item = self.state.find(kind, target)
-        return to_torch(array, item)
+        array, item = self.exact(kind, target)
+        return array.to_torch() if isinstance(array, HostArray) else to_torch(array, item)
+
+    def exact(self, kind: Kind, target: str) -> tuple[jax.Array | HostArray, Item]:
+        """A value of the state where it is exact, and its layout."""
+        found = None if self.offload is None else self.offload.find(kind, target)
+        return self.state.find(kind, target) if found is None else found
 
     def state_targets(self, name: str) -> list[str]:
         """The targets of the optimizer's state of one parameter."""
+        if self.offload is not None:
+            return self.offload.state_targets(name)
         return [target for kind, target in self.state.keys() if kind is Kind.STATE and target.rpartition("/")[0] == name]
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:

@@ -41,12 +41,12 @@ def check_plan(search: Search, plan: Plan) -> PlanCheck:
     """Compile the whole step under a plan's strategy: for its hardware if XLA can without it (H100 and H200), or for virtual CPU devices.
 
     Raises:
-        StrategyError: there is no description of the chip, its plugin is not installed, or the plan accumulates gradients.
+        StrategyError: there is no description of the chip, its plugin is not installed, or its steps are several programs.
         LoweringError: an operator cannot be lowered.
     """
     strategy, hardware = plan.strategy, plan.hardware
-    if strategy.microbatches > 1:
-        raise StrategyError(f"{strategy}: a step of several programs is not checked; leave microbatches out")
+    if strategy.microbatches > 1 or strategy.offload is not None:
+        raise StrategyError(f"{strategy}: a step of several programs is not checked; leave microbatches and offload out")
     if hardware.chip.name.lower() == "cpu":
         mesh = make_mesh(strategy, select_devices(strategy.num_devices))
     else:

@@ -56,7 +56,7 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
             f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, "
             f"got {tensor.dtype}{list(tensor.shape)}"
         )
-    host = _stored(numpy_view(tensor), item)
+    host = stored(numpy_view(tensor), item)
     return place(host.shape, host.dtype, sharding(item, mesh), host.__getitem__, copy=copy)
 
 
@@ -94,7 +94,7 @@ def from_parts(part: torch.Tensor, item: Item, mesh: Mesh) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _stored_on_devices(item: Item, layout: NamedSharding):
-    """From a tensor's array, in any sharding, to the array of an item: `_stored`, on the devices."""
+    """From a tensor's array, in any sharding, to the array of an item: `stored`, on the devices."""
 
     def stored(array: jax.Array) -> jax.Array:
         for dim, order in orders(item).items():
@@ -159,7 +159,7 @@ def torch_view(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _stored(host: np.ndarray, item: Item) -> np.ndarray:
+def stored(host: np.ndarray, item: Item) -> np.ndarray:
     """The global array as it is stored: padded, and in the order of the devices' blocks."""
     for dim, order in orders(item).items():
         taken = np.take(host, np.maximum(order, 0), axis=dim)

@@ -76,6 +76,10 @@ class TrainState:
     def holds(self, kind: Kind, target: str) -> bool:
         return (kind, target) in self._values
 
+    def mesh_of(self, kind: Kind, target: str) -> Mesh:
+        """Where a value lives."""
+        return self._meshes[kind, target]
+
     def codes_of(self, kind: Kind, target: str) -> Codes | None:
         """The codes that a value is kept as; None: it is kept as it is."""
         return getattr(self.find(kind, target)[1], "codes", None)

@@ -38,6 +38,7 @@ class Estimate:
     state_bytes: int  # of the optimizer
     other_bytes: int  # buffers, batch, gradients that stay between programs
     temporary_bytes: int
+    host_bytes: int = 0  # exact parameters and the optimizer's state that the device's host has for it (`Strategy.offload`)
 
     @property
     def seconds(self) -> float:
@@ -85,17 +86,20 @@ class Profile:
         share = 1 / ranks if stage else 1.0
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
+        offloads = strategy.offload is not None
+        kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
         seconds = dict(self.cost.seconds)
         seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
         transient -= round(sum(weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
         return _estimate(
             seconds=seconds,
-            update=_stream_seconds(self.update_bytes * share, hardware),
+            update=0.0 if offloads else _stream_seconds(self.update_bytes * share, hardware),
             moved=moved,
             strategy=strategy,
             hardware=hardware,
-            parameter_bytes=round(kept * (share if stage == 3 else 1.0)),
-            state_bytes=round(state * share),
+            parameter_bytes=round(kept_bytes * (share if stage == 3 else 1.0)),
+            state_bytes=0 if offloads else round(state * share),
+            host_bytes=round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
             other_bytes=self.cost.other_bytes,
             temporary_bytes=self.temporary_bytes + self.cost.saved_bytes + transient,
         )

@@ -159,7 +159,7 @@ class Search:
             tokens=_tokens(self.joint, self.batch_dims),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
-            notes=self._notes(),
+            notes=self._notes(strategy),
         )
 
     def plan_of(self, strategy: Strategy) -> Plan:
@@ -172,7 +172,7 @@ class Search:
             tokens=_tokens(self.joint, self.batch_dims),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
-            notes=self._notes(),
+            notes=self._notes(strategy),
         )
 
     def _ranked(self, request: Request, refusals: Refusals) -> list[tuple[Strategy, Estimate]]:
@@ -309,8 +309,10 @@ class Search:
             lines.append("  more devices, a smaller batch, or accumulation over several smaller ones")
         return "\n".join(lines)
 
-    def _notes(self) -> tuple[str, ...]:
-        return () if self.update is not None else ("the optimizer is not known yet: AdamW's state is assumed",)
+    def _notes(self, strategy: Strategy) -> tuple[str, ...]:
+        unknown = "the optimizer is not known yet: AdamW's state is assumed", self.update is None
+        on_host = "offload: the update on the host, and what goes there and back, is not in the seconds", strategy.offload is not None
+        return tuple(text for text, holds in (unknown, on_host) if holds)
 
     # ---- programs of one device
 
@@ -331,7 +333,7 @@ class Search:
     def _evaluate(self, strategy: Strategy) -> Estimate:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
         profile = self.estimate(strategy)
-        update = None if self.accumulates else self.update
+        update = self._update_in(strategy)
         local = self.program_of(strategy)
         held = dict.fromkeys(Kind, 0)
         for node, item in zip(local.placeholders, local.inputs):
@@ -346,16 +348,22 @@ class Search:
             state_bytes=profile.state_bytes if update is None else held[Kind.STATE],
             other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + returned,
             temporary_bytes=predict_memory(local).temporary_bytes,
+            host_bytes=profile.host_bytes,
         )
         return self._with_gradients(found, strategy)
 
     def program_of(self, strategy: Strategy) -> StepGraph:
-        """The whole step of one device: with the update where it is known, and no gradients are accumulated.
+        """The step's program of one device: with the update where that is known and in the same program.
 
         Raises:
             StrategyError, GraphError: the passes refuse the strategy.
         """
-        return self._local(self.joint if self.update is None or self.accumulates else stitch(self.joint, self.update), strategy)
+        update = self._update_in(strategy)
+        return self._local(self.joint if update is None else stitch(self.joint, update), strategy)
+
+    def _update_in(self, strategy: Strategy) -> StepGraph | None:
+        """The update, where it is a part of the step's program."""
+        return None if self.accumulates or strategy.offload is not None else self.update
 
     def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
         splits = None
@@ -368,11 +376,12 @@ class Search:
             return run_passes(step.copy(), passes)[0]
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
-        """With the gradients that stay between programs: whole ones below ZeRO-2."""
-        if not self.accumulates:
+        """With the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
+        offloads = strategy.offload is not None
+        if not self.accumulates and not offloads:
             return estimate
         trained = sum(_input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM and item.trainable)
-        kept = trained // (strategy.tp * (strategy.fsdp if strategy.zero_stage >= 2 else 1))
+        kept = trained // (strategy.tp * (strategy.fsdp if strategy.zero_stage >= 2 or offloads else 1))
         return dataclasses.replace(estimate, other_bytes=estimate.other_bytes + kept)
 
     def _state_of(self, name: str, parameter_bytes: int) -> int:

@@ -69,7 +69,8 @@ class Plan:
             f"for {self.hardware}, out of {self.request}: {estimate.seconds * _MS:.4g} ms a step{rate}, {size_text(estimate.bytes_per_device)} per device",
             "time:   " + ", ".join(f"{name} {seconds * _MS:.3g} ms" for name, seconds in estimate.parts().items()) + f"; hidden communication {estimate.hidden_seconds * _MS:.3g} ms",
             f"memory: parameters {size_text(estimate.parameter_bytes)}, optimizer state {size_text(estimate.state_bytes)}, buffers, batch and results {size_text(estimate.other_bytes)}, "
-            f"temporaries {size_text(estimate.temporary_bytes)}; at most {size_text(self.hardware.usable_bytes)}",
+            f"temporaries {size_text(estimate.temporary_bytes)}; at most {size_text(self.hardware.usable_bytes)}"
+            + (f"; on the host, for each device: {size_text(estimate.host_bytes)} of exact parameters and optimizer state" if estimate.host_bytes else ""),
             f"evaluated {self.num_evaluated} strategies, {self.num_over_memory} of them over the memory; "
             f"{sum(self.refusals.values())} cannot be" + "".join(f"\n    {count} x {reason}" for reason, count in sorted(self.refusals.items(), key=lambda item: -item[1])),
             f"optimal within the model of costs, whose seconds are expected within ±{100 * self.hardware.error:.0f} % ({self.hardware.error_source}; constants: {self.hardware.source})",

@@ -16,6 +16,9 @@ REMATS = ("none", "blocks", "auto")
 KEEPS = ("all", "cheap", "products", "inputs")
 """What a region keeps for backward: everything; all but what is element by element; products, convolutions and attention; what it reads."""
 
+OFFLOADS = (None, "optimizer")
+"""What lives on the host: nothing, or the optimizer's state, with exact (master) parameters, and its step (ZeRO-Offload)."""
+
 CONTEXTS = ("ulysses", "ring")
 """How attention crosses the `cp` axis."""
 
@@ -49,6 +52,9 @@ class Strategy:
     frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
     remat: str | tuple[tuple[str, str], ...] = "none"  # what backward computes again besides what the model checkpoints: "none", "blocks" (all but what a block reads), "auto" (what memory_gb asks for), or pairs of a pattern of blocks and what they keep: "all", "cheap", "products" or "inputs"
     memory_gb: float | None = None  # for remat="auto": predicted memory of a device, in 1e9 bytes, that the step must not exceed
+    offload: str | None = None  # "optimizer": fp32 parameters and the optimizer's state are on the host, which does the update (ZeRO-Offload); devices keep what they compute with
+    delay: int = 0  # with offload: 1 lets the host update with the gradients of a step while the devices run the next one; changes numerics
+    delay_after: int = 40  # with delay=1: steps that are not delayed before
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
     reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes
 
@@ -93,6 +99,7 @@ class Strategy:
         if self.reduce_dtype == "bf16" and self.quantized_gradients:
             raise StrategyError("reduce_dtype='bf16' is for gradients that travel as they are, and quantized_gradients sends them as int4: leave one of the two out")
         self._check_quantization()
+        self._check_offload()
         if self.zero is not None and self.fsdp == 1:
             raise StrategyError(f"zero={self.zero} shards over the fsdp axis, which has size 1: set fsdp to the number of ranks, or leave zero unset")
 
@@ -131,12 +138,25 @@ class Strategy:
         if self.quant_block % 2:
             raise StrategyError(f"quant_block={self.quant_block} must be even: two 4-bit values share a byte")
 
+    def _check_offload(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise StrategyError(f"offload={self.offload!r} is unknown: set offload='optimizer', or leave it out")
+        _check_count("delay", self.delay, at_least=0)
+        _check_count("delay_after", self.delay_after, at_least=0)
+        if self.delay > 1:
+            raise StrategyError(f"delay={self.delay}: an update may use the gradients of the step before at the most: set delay=1, or 0 for updates that wait")
+        if self.delay and self.offload is None:
+            raise StrategyError(f"delay={self.delay} is about updates that the host does beside the devices: set offload='optimizer', or leave delay out")
+        if self.delay_after != 40 and not self.delay:
+            raise StrategyError(f"delay_after={self.delay_after} counts the steps before updates are delayed, and delay is 0: set delay=1, or leave delay_after out")
+
     @property
     def changes_numerics(self) -> tuple[str, ...]:
         """What makes results differ from those of one device by more than rounding, in a sentence each."""
         weights = f"quantized_weights: forward and backward compute with weights of {self.quant_min_size} elements and more as int8, in blocks of {self.quant_block} (those that are not trained: int{self.frozen_bits})"
         gradients = f"quantized_gradients: the optimizer gets sums of gradients as int4, in blocks of {self.quant_block}"
-        said = (weights, self.quantized_weights), (gradients, self.quantized_gradients)
+        delayed = f"delay: after {self.delay_after} steps an update uses the gradients of the step before its own"
+        said = (weights, self.quantized_weights), (gradients, self.quantized_gradients), (delayed, self.delay > 0)
         return tuple(f"changes numerics: {text}" for text, holds in said if holds)
 
     @property
@@ -264,7 +284,7 @@ def field_text(value: object) -> str:
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("capacity_factor", "bucket_mb", "memory_gb"):
         return _parse_float(text, part, value)
-    if name in ("precision", "reduce_dtype", "schedule", "context"):
+    if name in ("precision", "reduce_dtype", "schedule", "context", "offload"):
         return value
     if name == "remat":
         return value if ":" not in value else tuple(tuple(pair.rpartition(":")[::2]) for pair in value.split(";"))

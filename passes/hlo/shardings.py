@@ -58,6 +58,11 @@ def check_axes(strategy: Strategy) -> None:
             f"{strategy}: {', '.join(asked)} rewrite collectives of a graph, which capture by lazy tensors does not give (XLA makes its own): leave them "
             'out, or use capture="fx"'
         )
+    if strategy.offload is not None:
+        raise StrategyError(
+            f"{strategy}: offload takes gradients and parameters of a graph of operators, which capture by lazy tensors does not give: leave it out, or use "
+            'capture="fx"'
+        )
     if strategy.remat != "none":
         raise StrategyError(
             f"{strategy}: remat computes operators of a graph again, which capture by lazy tensors does not give: leave it out, or use capture=\"fx\""

@@ -239,9 +239,9 @@ def total(values: torch.Tensor) -> float:
     return (flat.abs() * torch.linspace(1, 2, len(flat)).double()).sum().item()
 
 
-def save(directory: str, steps: str, resume: str = "") -> dict:
+def save(directory: str, steps: str, resume: str = "", strategy: str = "dp=2,fsdp=4") -> dict:
     """Train, from a checkpoint if there is one, and save."""
-    net, optimizer = compiled("dp=2,fsdp=4")
+    net, optimizer = compiled(strategy)
     done = graphacc.load_checkpoint(resume, net, optimizer)["done"] if resume else 0
     values = [step(net, optimizer, number).item() for number in range(done, done + int(steps))]
     graphacc.save_checkpoint(directory, net, optimizer, extra={"done": done + int(steps)})

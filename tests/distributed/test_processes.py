@@ -17,7 +17,7 @@ from graphacc.errors import DistributedError, StrategyError
 
 JOB = str(HERE / "job.py")
 STRATEGIES = ("fsdp=4,tp=2", "fsdp=8,hpz=4,quantized_weights=True,quantized_gradients=True,quant_min_size=512")
-FURTHER_STRATEGIES = ("fsdp=8", "dp=2,fsdp=4")
+FURTHER_STRATEGIES = ("fsdp=8", "dp=2,fsdp=4", "dp=2,fsdp=4,zero=1,offload=optimizer,delay=1,delay_after=2")
 """In processes of their own, which only the matrix starts."""
 PARTS = ("fsdp=8", "tp=2")
 """With each process's rows on its own devices; with all rows on the devices of both."""
@@ -78,12 +78,15 @@ def test_a_save_that_fails_in_one_process_raises_in_both(together):
 def test_checkpoints_go_from_two_processes_to_one_and_back(together, tmp_path):
     folder, ended = together
     net, optimizer = job.compiled("dp=2,fsdp=4")
-    plain = [job.step(net, optimizer, number).item() for number in range(6)]
+    plain = [job.step(net, optimizer, number).item() for number in range(7)]
     assert ended[0].results[3]["losses"] == pytest.approx(plain[:3], rel=1e-6)
     one = job.save(str(tmp_path / "one"), "1", str(folder / "saved"))
     assert (one["done"], one["losses"]) == (3, pytest.approx(plain[3:4], rel=1e-6))
-    for process in finish(start([JOB, "save", str(tmp_path / "two"), "2", str(tmp_path / "one")], variables=explicit_variables)):
-        assert (process.results[0]["done"], process.results[0]["losses"]) == (4, pytest.approx(plain[4:], rel=1e-6))
+    offloaded = "dp=2,fsdp=4,offload=optimizer"  # each process saves the blocks that are on its host
+    for process in finish(start([JOB, "save", str(tmp_path / "two"), "2", str(tmp_path / "one"), offloaded], variables=explicit_variables)):
+        assert (process.results[0]["done"], process.results[0]["losses"]) == (4, pytest.approx(plain[4:6], rel=1e-6))
+    again = job.save(str(tmp_path / "three"), "1", str(tmp_path / "two"))
+    assert (again["done"], again["losses"]) == (6, pytest.approx(plain[6:], rel=1e-6))
 
 
 @pytest.mark.parametrize("victim", with_matrix([0, 1], [0]))  # process 0 is the one that the others ask

@@ -70,7 +70,7 @@ def test_what_cannot_be_checked_says_why():
     with pytest.raises(StrategyError, match="there is a description of h100, h200"):
         absent_mesh(Strategy(fsdp=8), "L40S", 8)
     search, _ = planned("cpu:8", "dp=8")
-    with pytest.raises(StrategyError, match="leave microbatches out"):
+    with pytest.raises(StrategyError, match="leave microbatches and offload out"):
         check_plan(search, search.plan_of(Strategy(dp=4, microbatches=2)))
 
 

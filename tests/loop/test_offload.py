@@ -1,0 +1,313 @@
+"""Loops whose optimizer runs on the host: what they may do between steps, delayed updates, checkpoints, refusals."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tolerances import assert_close
+from torch import nn
+from training import compiled
+
+import graphacc
+from graphacc import Strategy, StrategyError
+from graphacc.graph import Kind
+
+STEPS = 6
+ROUNDING = 2e-6
+"""Sums over ranks, and fused multiplications in the kernel, round otherwise than PyTorch does."""
+
+
+class Net(nn.Module):
+    """A tied weight, a parameter with fewer elements than ranks, a scalar, a frozen one, and one without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(12, 10)
+        self.outer = nn.Linear(10, 12, bias=False)
+        self.outer.weight = nn.Parameter(torch.randn(12, 10) / 4)
+        self.again = self.outer
+        self.few = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(12), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x)) * self.scale
+        return self.again(torch.sin(self.outer(hidden)) @ self.outer.weight) + self.frozen + torch.cat([self.few] * 4)
+
+
+def batches(count: int = STEPS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 12, generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    inner = [*model.inner.parameters()]
+    rest = [p for p in model.parameters() if p.requires_grad and all(p is not other for other in inner)]
+    return torch.optim.Adam([{"params": inner, "lr": 2e-2, "weight_decay": 0.1}, {"params": rest, "betas": (0.8, 0.9), "amsgrad": True}], lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor], between: Callable = lambda model, step: None) -> list[float]:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses = []
+    for step, x in enumerate(data):
+        loss = loss_of(model, x)
+        loss.backward()
+        between(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss)
+    return [loss.item() for loss in losses]
+
+
+def assert_equal(model: nn.Module, reference: nn.Module, losses: list[float], expected: list[float]) -> None:
+    assert_close(torch.tensor(losses), torch.tensor(expected), tolerance=ROUNDING, what="losses")
+    for name, want in reference.state_dict().items():
+        assert_close(model.state_dict()[name], want, tolerance=20 * ROUNDING, what=name)
+    assert not model._graphacc_engine.by_pytorch.counts
+
+
+def check(strategy: str, make_optimizer: Callable = adamw, between: Callable = lambda model, step: None, **options) -> nn.Module:
+    """Train plainly and compiled."""
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), strategy, **options)
+    expected = train(reference, make_optimizer(reference), batches(), between)
+    assert_equal(model, reference, train(model, make_optimizer(model), batches(), between), expected)
+    return model
+
+
+def clip(model: nn.Module, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def accumulate(model: nn.Module, step: int) -> None:
+    if step % 2:
+        loss_of(model, batches()[0]).backward()
+
+
+def write_a_gradient(model: nn.Module, step: int) -> None:
+    model.few.grad = torch.full((3,), 0.1 * step)
+
+
+def write_a_parameter(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        model.few.mul_(0.9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4,offload=optimizer", "fsdp=2,zero=1,dp=2,offload=optimizer"])
+@pytest.mark.parametrize(("make_optimizer", "between"), [(grouped, clip), (adamw, accumulate), (adamw, write_a_gradient), (adamw, write_a_parameter)])
+def test_loops(strategy, make_optimizer, between):
+    check(strategy, make_optimizer, between)
+
+
+OTHERS = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1),
+    "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-2),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_update_blocks_by_their_own_code(name):
+    check("fsdp=2,offload=optimizer", OTHERS[name])
+
+
+def test_options_of_compile():
+    for options in ({"keep_gradients": True}, {"max_grad_norm": 0.1}):
+        reference = Net()
+        model = compiled(copy.deepcopy(reference), "fsdp=2,offload=optimizer", **options)
+        expected = train(reference, adamw(reference), batches(3), clip if "max_grad_norm" in options else lambda model, step: None)
+        assert_equal(model, reference, train(model, adamw(model), batches(3)), expected)
+
+
+def test_the_state_is_the_optimizers_own():
+    """It is read and changed in the loop, and loaded from a state_dict."""
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), "fsdp=4,offload=optimizer")
+    found = []
+    for one in (reference, model):
+        optimizer = adamw(one)
+        losses = train(one, optimizer, batches(2))
+        optimizer.state[one.few]["exp_avg"].mul_(0.5)
+        losses += train(one, optimizer, batches(2))
+        second = adamw(one)
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        losses += train(one, second, batches(2))
+        assert optimizer.state[one.scale]["step"] == 4 and second.state[one.scale]["step"] == 6
+        found.append((losses, {name: second.state[p] for name, p in one.named_parameters()}))
+    assert_equal(model, reference, found[1][0], found[0][0])
+    for name, state in found[0][1].items():
+        assert state.keys() == found[1][1][name].keys()
+        for key, value in state.items():
+            assert_close(found[1][1][name][key], value, tolerance=1e-4, what=f"{name} {key}")
+
+
+def plainly_delayed(model: nn.Module, data: list[torch.Tensor], after: int, drained: tuple[int, ...] = ()) -> list[float]:
+    """PyTorch's own loop: from step `after` on an update uses the gradients, and the learning rate, of the step before."""
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    waiting, losses = None, []
+
+    def apply(gradients: list, lr: float) -> None:
+        now = optimizer.param_groups[0]["lr"]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = now
+
+    for step, x in enumerate(data):
+        loss = loss_of(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        given = [parameter.grad for parameter in model.parameters()], optimizer.param_groups[0]["lr"]
+        if waiting is not None:
+            apply(*waiting)
+        waiting = given
+        if step < after or step in drained:
+            apply(*waiting)
+            waiting = None
+        scheduler.step()
+        losses.append(loss.item())
+    if waiting is not None:
+        apply(*waiting)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=2,zero=1", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_delayed_update_uses_the_gradient_before(strategy, after):
+    reference = Net()
+    plain = copy.deepcopy(reference)
+    model = compiled(copy.deepcopy(reference), f"{strategy},offload=optimizer,delay=1,delay_after={after}")
+    expected = plainly_delayed(reference, batches(8), after)
+    assert_equal(model, reference, train(model, adamw(model), batches(8)), expected)
+    assert max(abs(a - b) for a, b in zip(expected, train(plain, adamw(plain), batches(8)))) > 1e-4, "the delay makes a difference"
+
+
+@pytest.mark.parametrize("read", ["parameter", "state", "evaluation", "checkpoint"])
+def test_reads_finish_the_update_that_waits(read, tmp_path):
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), "fsdp=4,offload=optimizer,delay=1,delay_after=1")
+    expected = plainly_delayed(reference, batches(), 1, drained=(3,))
+    at_the_read = Net()
+    plainly_delayed(at_the_read, batches(4), 1)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses = []
+    for step, x in enumerate(batches()):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+        if step != 3:
+            continue
+        if read == "parameter":
+            assert_close(model.inner.weight.detach().clone(), at_the_read.inner.weight.detach(), tolerance=1e-5)
+        elif read == "state":
+            assert optimizer.state[model.few]["step"] == 4
+        elif read == "evaluation":
+            with torch.no_grad():
+                assert_close(loss_of(model, x), loss_of(at_the_read, x).detach(), tolerance=1e-5)
+        else:
+            graphacc.save_checkpoint(tmp_path / "c", model, optimizer)
+            fresh = compiled(Net(), None)
+            graphacc.load_checkpoint(tmp_path / "c", fresh, adamw(fresh))
+            assert_close(fresh.inner.weight.detach().clone(), at_the_read.inner.weight.detach(), tolerance=1e-5)
+    assert_equal(model, reference, losses, expected)
+
+
+@pytest.mark.parametrize("delay", ["", ",delay=1,delay_after=1"])
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(delay, tmp_path):
+    strategy = f"fsdp=4,offload=optimizer{delay}"
+    whole = compiled(Net(), strategy, seed=3)
+    optimizer = adamw(whole)
+    expected = train(whole, optimizer, batches(3))
+    graphacc.save_checkpoint(tmp_path / "c", whole, optimizer)
+    expected += train(whole, optimizer, batches(3))
+    second = compiled(Net(), strategy, seed=4)
+    optimizer = adamw(second)
+    graphacc.load_checkpoint(tmp_path / "c", second, optimizer)
+    assert train(second, optimizer, batches(3)) == expected[3:]
+    for name, want in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], want), name
+
+
+def test_a_checkpoint_loads_under_another_strategy_and_back(tmp_path):
+    reference = Net()
+    expected = train(reference, adamw_of := adamw(reference), batches(2))
+    for part, strategy in enumerate(("fsdp=4,offload=optimizer", "fsdp=2", "tp=2,fsdp=2,offload=optimizer")):
+        model = compiled(Net(), strategy)
+        optimizer = adamw(model)
+        if part == 0:
+            losses = train(model, optimizer, batches(2))
+        else:
+            graphacc.load_checkpoint(tmp_path / "c", model, optimizer)
+            expected += train(reference, adamw_of, batches(2))
+            losses += train(model, optimizer, batches(2))
+        graphacc.save_checkpoint(tmp_path / "c", model, optimizer)
+    assert_equal(model, reference, losses, expected)
+
+
+def test_bf16_parameters_are_on_the_devices_and_exact_ones_on_the_host():
+    losses = []
+    for strategy in ("fsdp=4,precision=bf16", "fsdp=4,precision=bf16,offload=optimizer"):
+        model = compiled(Net(), strategy)
+        losses.append(train(model, adamw(model), batches()))
+    assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), tolerance=1e-4)
+    (grad,) = model.programs
+    assert {item.dtype for item in grad.graph.inputs if item.kind is Kind.PARAM and item.target != "unused"} == {torch.bfloat16}
+    assert model.inner.weight.dtype == torch.float32
+    assert not torch.equal(model.inner.weight, model.inner.weight.bfloat16().float())
+    saved = model.state_dict()["frozen"]
+    assert torch.equal(saved, Net().frozen), "what is not trained keeps its exact value"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offload": "everything"}, "offload='everything' is unknown: set offload='optimizer'"),
+        ({"delay": 1}, "delay=1 is about updates that the host does.*set offload='optimizer'"),
+        ({"offload": "optimizer", "delay": 2}, "delay=2: an update may use the gradients of the step before at the most"),
+        ({"offload": "optimizer", "delay_after": 3}, "delay_after=3 counts the steps before updates are delayed, and delay is 0"),
+        ({"offload": "optimizer", "delay": 1, "delay_after": -1}, "delay_after=-1 must be a whole number of at least 0"),
+    ],
+)
+def test_strategies_that_are_refused(fields, message):
+    with pytest.raises(StrategyError, match=message):
+        Strategy(**fields)
+
+
+def test_the_strategys_text():
+    strategy = Strategy.parse("fsdp=8,offload=optimizer,delay=1,delay_after=20")
+    assert (strategy.offload, strategy.delay, strategy.delay_after) == ("optimizer", 1, 20)
+    assert str(strategy) == "fsdp=8,offload=optimizer,delay=1,delay_after=20"
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    assert strategy.changes_numerics == ("changes numerics: delay: after 20 steps an update uses the gradients of the step before its own",)
+    assert not Strategy(offload="optimizer").changes_numerics
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
+    model = compiled(Net(), "fsdp=2,offload=optimizer")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(StrategyError, match="Adafactor is not known to update elements without looking at others: use one of torch.optim's Adam, AdamW"):
+        train(model, optimizer, batches(1))
+
+
+def test_lazy_capture_is_refused():
+    with pytest.raises(StrategyError, match="offload takes gradients and parameters of a graph of operators"):
+        compiled(Net(), "fsdp=2,offload=optimizer", capture="lazy")
