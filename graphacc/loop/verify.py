@@ -140,7 +140,7 @@ class Verifier:
         """Check the next `steps` steps.
 
         Raises:
-            StrategyError: the run has several processes, or the strategy changes numerics.
+            StrategyError: the run has several processes, the host does the update, or the strategy changes numerics.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise StrategyError(f"verify={steps!r}: give the number of steps to check, 0 or more")
@@ -148,6 +148,11 @@ class Verifier:
             raise StrategyError(
                 f"verify={steps} in a run of {process_count()} processes: PyTorch would need every process's values on each; run the same strategy "
                 "in one process (on virtual CPU devices, if need be), where the programs are the same"
+            )
+        if steps and self.engine.programs.strategy.offload is not None:
+            raise StrategyError(
+                f"verify={steps} with offload={self.engine.programs.strategy.offload!r}: programs are compared, and the host's update is none: verify without offload "
+                "and delay, where the model and its gradients are the same"
             )
         if steps and (changes := self.engine.programs.strategy.changes_numerics):
             raise StrategyError(

@@ -277,6 +277,15 @@ def test_bf16_parameters_are_on_the_devices_and_exact_ones_on_the_host():
     assert torch.equal(saved, Net().frozen), "what is not trained keeps its exact value"
 
 
+def test_memory_says_what_the_host_has():
+    model = compiled(Net(), "fsdp=2,offload=optimizer")
+    train(model, adamw(model), batches(1))
+    assert model.memory().host_bytes == sum(model.host_bytes().values()) > 0
+    plain = compiled(Net(), "fsdp=2")
+    train(plain, adamw(plain), batches(1))
+    assert plain.memory().host_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -311,3 +320,8 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
 def test_lazy_capture_is_refused():
     with pytest.raises(StrategyError, match="offload takes gradients and parameters of a graph of operators"):
         compiled(Net(), "fsdp=2,offload=optimizer", capture="lazy")
+
+
+def test_verification_is_refused():
+    with pytest.raises(StrategyError, match="verify=2 with offload='optimizer': programs are compared, and the host's update is none: verify without offload"):
+        compiled(Net(), "fsdp=2,offload=optimizer", verify=2)

@@ -184,6 +184,18 @@ def test_microbatches_repeat_all_but_the_update():
     assert chosen.strategy.microbatches == 4 and not chosen.pin_costs
 
 
+@pytest.mark.parametrize("strategy", ["dp=8", "fsdp=8", "fsdp=8,zero=1"])
+def test_offload_moves_the_state_to_the_host(strategy):
+    """Devices keep parameters and gradients; the host has the state and exact parameters in their place."""
+    here, there = Strategy.parse(strategy), Strategy.parse(f"{strategy},offload=optimizer")
+    composed, exact, before = large().estimate(there), large().evaluate(there), large().evaluate(here)
+    assert exact.state_bytes == composed.state_bytes == 0 and exact.parameter_bytes == composed.parameter_bytes == before.parameter_bytes
+    trained = sum(item.dtype.itemsize * torch.Size(item.shape).numel() for item in large().joint.inputs if item.trainable)
+    assert exact.host_bytes == composed.host_bytes == pytest.approx(3 * trained / here.fsdp, rel=0.01), "moments and exact parameters"
+    plan = large().plan_of(there)
+    assert "on the host, for each device" in str(plan) and "the update on the host" in str(plan) and Plan.from_json(plan.to_json()).estimate == plan.estimate
+
+
 # ---- plans in files
 
 
