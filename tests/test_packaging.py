@@ -1,5 +1,7 @@
 """What the package promises about its import and its metadata. Wheel, sdist and editable installs are tried by `.ci/run`."""
 
+import ast
+import importlib.metadata
 import pathlib
 import re
 import subprocess
@@ -68,3 +70,27 @@ def test_packaged_folders_exist_and_pins_agree():
     extras = PYPROJECT["project"]["optional-dependencies"]
     pins = re.findall(r"'jax(?:lib|\[\w+\])?==([^']+)'", str(PYPROJECT["project"]["dependencies"] + extras["cuda"]))
     assert len(pins) == 3 and len(set(pins)) == 1
+
+
+def test_everything_that_is_imported_is_declared():
+    """Under the name of its distribution, in the dependencies or in an extra."""
+    project = PYPROJECT["project"]
+    groups = (project["dependencies"], *project["optional-dependencies"].values())
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for group in groups for line in group}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {name.partition(".")[0] for folder in ("graphacc", "passes") for path in (ROOT / folder).rglob("*.py") for name in _imported(path)}
+    missing = {
+        name for name in imported - sys.stdlib_module_names - {"graphacc", "passes"}
+        if not {found.lower().replace("_", "-") for found in distributions.get(name, [name])} & declared
+    }
+    assert "torch" in imported and not missing, f"imported and not declared: {sorted(missing)}"
+
+
+def _imported(path: pathlib.Path) -> list[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return whole + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+
+
+def test_types_are_shipped():
+    assert (ROOT / "graphacc" / "py.typed").is_file()
