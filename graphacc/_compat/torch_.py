@@ -109,14 +109,32 @@ def trace_functional(function, args, table):
     asked for; nobody here does.
     """
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._higher_order_ops import effects
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
+    has_effects = effects.has_effects
+
+    def needs_token(op, *rest) -> bool:
+        """All but the check of linear algebra, which torch 2.13 orders by tokens that a plain trace does not have: programs do not raise, and drop it."""
+        return op is not torch.ops.aten._linalg_check_errors.default and has_effects(op, *rest)
+
     functional = dispatch_functionalize(function, FunctionalTensorMode())
-    with preserve_node_meta(), enable_python_dispatcher(), _use_lazy_graph_module(True):
+    with preserve_node_meta(), enable_python_dispatcher(), _use_lazy_graph_module(True), patched(effects, has_effects=needs_token):
         return make_fx(functional, decomposition_table=table, tracing_mode="real")(*args)
+
+
+@functools.cache
+def solve_factors_transposed() -> bool:
+    """Whether torch's solve keeps the factors of the transpose of a real contiguous matrix, by which its backward then goes: torch 2.9 does, 2.13 not."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        upper = torch.tensor([[1.0, 2.0], [0.0, 1.0]], device="cpu")
+        factors = torch.ops.aten._linalg_solve_ex.default(upper, upper)[1]
+        return not torch.equal(factors, upper)
 
 
 def annotate_nodes(values):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from graphacc._compat.torch_ import foreach_operators
+from graphacc._compat.torch_ import foreach_operators, solve_factors_transposed
 
 aten = torch.ops.aten
 
@@ -135,12 +135,15 @@ def _as_strided_scatter(x: Tensor, source: Tensor, size: list[int], stride: list
     return result.permute([order.index(dim) for dim in range(x.dim())])
 
 
-def _lu_of(a: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+def _lu_of(a: Tensor, if_contiguous: bool = True) -> tuple[Tensor, Tensor, Tensor, bool]:
     """The factors that torch keeps for a backward: of a real contiguous matrix those of its transpose, by which backward goes, too.
 
     Decided here, as a later pass does not know how a matrix is laid out in memory.
+
+    Args:
+        if_contiguous: whether a contiguous matrix is transposed at all.
     """
-    transposed = a.is_contiguous() and not a.is_complex()
+    transposed = if_contiguous and a.is_contiguous() and not a.is_complex()
     return *aten.linalg_lu_factor_ex.default(a.mT if transposed else a), transposed
 
 
@@ -151,7 +154,7 @@ def _permutation_sign(lu: Tensor, pivots: Tensor) -> Tensor:
 
 @_decomposes(aten._linalg_solve_ex.default)
 def _linalg_solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lu, pivots, info, transposed = _lu_of(a)
+    lu, pivots, info, transposed = _lu_of(a, solve_factors_transposed())
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     right = b.unsqueeze(-1) if vector else b
     result = aten.linalg_lu_solve.default(lu, pivots, right, left=left or vector, adjoint=transposed)
