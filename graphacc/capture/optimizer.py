@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphacc._compat.random_state import kept_random_state
 from graphacc._compat.torch_ import fake_mode
 from graphacc.capture.borrow import distinct_parameters
 from graphacc.capture.diagnose import explained
@@ -151,7 +152,7 @@ def run_step(double: Optimizer) -> None:
 def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """The state that the optimizer's first step would start from: what exists already, else what it would create.
 
-    Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum
+    What it draws at random is drawn from PyTorch's generator, as in its own first step. Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum
     buffer with dampening) starts as NaN, which an update graph takes for "not yet there".
 
     Args:
@@ -165,14 +166,19 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
     """
     found = members(model, optimizer, grads)
     absent = [member for member in found if not optimizer.state.get(member.parameter)]
-    lazy = lazy_keys(optimizer, absent)
-    state = {}
-    for member in found:
-        if member not in absent:
-            state[member.name] = _tensors(optimizer, optimizer.state[member.parameter])
-            continue
-        created = _created_state(optimizer, member.group, member.parameter)
-        state[member.name] = created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
+    with kept_random_state():
+        lazy = lazy_keys(optimizer, absent)
+    drawn_before, state = torch.get_rng_state(), {}
+    try:
+        for member in found:
+            if member not in absent:
+                state[member.name] = _tensors(optimizer, optimizer.state[member.parameter])
+                continue
+            created = _created_state(optimizer, member.group, member.parameter)
+            state[member.name] = created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
+    except Exception:
+        torch.set_rng_state(drawn_before)  # PyTorch's own step draws them
+        raise
     return state
 
 

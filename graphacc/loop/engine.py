@@ -37,7 +37,7 @@ from graphacc.loop.islands import Islands
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
 from graphacc.loop.model_call import ModelCall
-from graphacc.loop.optimizers import Binding, bind, parameter_names
+from graphacc.loop.optimizers import Binding, bind, inner_optimizers, parameter_names
 from graphacc.loop.programs import Programs
 from graphacc.loop.promise import NotRecorded, Promise
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
@@ -95,7 +95,7 @@ class Engine:
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
         self.lock = threading.RLock()  # held while the state on the devices changes, or is read
-        self.torch_steps = False  # an optimizer's own step runs: gradients have to be ordinary tensors
+        self.torch_steps: set[int] = set()  # ids of the optimizers whose own step runs: gradients have to be ordinary tensors
         self.losses = LossWatch(options.nan_loss)
         self.fallback = Fallback(options.capture, programs.strategy)
         self._persistent = set(model.state_dict(keep_vars=True))
@@ -615,7 +615,12 @@ class Engine:
         self.gradients.clip_on_host([self.handles[name] for name in binding.names])
         self.fetch_optimizer_state(binding)
         binding.state_on_device = False
-        self.torch_steps = True
+        self.torch_steps.add(id(binding.optimizer))
+
+    def runs_within(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step of an optimizer that holds this one runs now."""
+        outer = (binding.optimizer for binding in self.bindings.values() if id(binding.optimizer) in self.torch_steps)
+        return any(inner is optimizer for other in outer for inner in inner_optimizers(other).values())
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""

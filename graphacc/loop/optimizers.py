@@ -75,6 +75,8 @@ class Binding:
     def adopt_state(self) -> None:
         """Notice what the loop did to ``optimizer.state``: a new dict, or changed values in it, replace the state on the devices."""
         state = self.optimizer.state
+        if isinstance(getattr(type(self.optimizer), "state", None), property):
+            return  # it shows the state of the optimizer that it holds
         if not isinstance(state, StateView) or state.binding is not self:
             self.optimizer.state = StateView(self, state)
             self.state_on_device, self.copies, self.given_out = False, {}, True
@@ -200,8 +202,9 @@ def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
         binding.state_on_device, binding.given_out = False, True
 
     binding.fetch = fetch
-    optimizer.register_state_dict_pre_hook(fetch)
-    optimizer.register_load_state_dict_post_hook(forget_state)
+    if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not in wrappers that leave Optimizer.__init__ out, whose steps PyTorch runs
+        optimizer.register_state_dict_pre_hook(fetch)
+        optimizer.register_load_state_dict_post_hook(forget_state)
     return binding
 
 
@@ -232,10 +235,13 @@ def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tu
     inside = [engine for engine in engines if engine.capturing]
     if any(_is_being_captured(engine) for engine in inside):
         raise CaptureError(f"the model's forward calls {type(optimizer).__name__}.step(), which changes the model while its call is captured")
-    if len(engines) > 1 or inside or not plain:
+    wrapped = next(iter(inner_optimizers(optimizer)), None)
+    nested = any(engine.runs_within(optimizer) for engine in engines)
+    if len(engines) > 1 or inside or nested or wrapped or not plain:
         for engine in engines:
             binding = engine.binding_of(optimizer)
             why = "it holds parameters of several compiled models" if plain else "it evaluates a closure, or takes other arguments"
+            why = "the step of another optimizer calls it" if nested else f"it steps another optimizer, its attribute {wrapped!r}" if wrapped else why
             why = "the model's own code calls it" if inside else why
             binding.by_torch = binding.by_torch or why
             if engine.options.max_grad_norm is not None:
@@ -253,6 +259,12 @@ def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tu
         return ((args[0],), {}) if closure is None else ((args[0], lambda: result), {})
     idle = _idle(optimizer)
     return ((idle,), {}) if closure is None else ((idle, lambda: result), {})
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that another one holds, whose step calls theirs (Lookahead, SAM and the like), by the attribute that holds them."""
+    held = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in vars(optimizer).items()}
+    return {name: inner for name, values in held.items() for inner in values if isinstance(inner, torch.optim.Optimizer)}
 
 
 def _is_being_captured(engine: "Engine") -> bool:
@@ -282,7 +294,7 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     for engine in _engines_of(optimizer):
-        engine.torch_steps = False
+        engine.torch_steps.discard(id(optimizer))
         engine.verifier.end_of_step()
         for observer in list(engine.execution.observers):
             observer.stepped()

@@ -1,5 +1,6 @@
 """Ordinary loops, as people write them: each gives PyTorch's result, compiled where the recording can follow and by PyTorch elsewhere."""
 
+import collections
 import contextlib
 import copy
 import io
@@ -450,6 +451,58 @@ class SignMomentum(torch.optim.Optimizer):
                 state["exp_avg"].mul_(b).add_(p.grad, alpha=1 - b)
 
 
+class RandomStart(torch.optim.Optimizer):
+    """Draws its state at random in its first step (Gravity), and its direction in every step (AdaHessian) if `always`."""
+
+    def __init__(self, params, lr, counts, always=False):
+        torch.manual_seed(5)
+        super().__init__(params, dict(lr=lr, counts=counts, always=always))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["counts"]:
+                group["steps"] = group.get("steps", 0) + 1  # cannot be captured: PyTorch runs the step
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if len(state) == 0:
+                    state["momentum"] = torch.randn_like(p)
+                if group["always"]:
+                    state["momentum"].mul_(torch.rand(()).item())
+                state["momentum"].lerp_(p.grad, 0.5)
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer and moves back a part of the way (Lookahead); some leave out what Optimizer.__init__ makes, some show the other's state."""
+
+    def __init__(self, optimizer, in_a_list=False):
+        self.inner = [optimizer] if in_a_list else optimizer
+        self.optimizer = optimizer if not in_a_list else None
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = collections.OrderedDict(), collections.OrderedDict()
+        self._patch_step_function()
+        self.defaults = {}
+
+    param_groups = property(lambda self: self.held.param_groups)
+    state = property(lambda self: self.held.state)
+    held = property(lambda self: self.inner[0] if isinstance(self.inner, list) else self.inner)
+
+    def zero_grad(self, set_to_none=True):
+        self.held.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in parameters]
+        self.held.step()
+        for p, old in zip(parameters, before):
+            p.lerp_(old, 0.25).sub_(p.grad, alpha=0.01)
+
+
+def noise_in_the_batch(m, o, x, y, i):
+    return trained(o, F.cross_entropy(m(x + torch.randn_like(x)), y))
+
+
 def plain(m, o, x, y, i):
     return trained(o, F.cross_entropy(m(x), y))
 
@@ -473,8 +526,6 @@ def state_is_edited(m, o, x, y, i):
 
 
 def state_is_replaced(m, o, x, y, i):
-    import collections
-
     loss = trained(o, F.cross_entropy(m(x), y))
     if i == 1:
         o.state = collections.defaultdict(dict)
@@ -575,6 +626,14 @@ LOOPS = [
     loop(state_is_reloaded, adam),
     named("reloaded_lion", state_is_reloaded, lambda m: SignMomentum(m.parameters(), 0.01)),
     named("counting_groups", plain, lambda m: CountingGroups(m.parameters(), 0.1)),
+    *(
+        named(f"random_start_{counts}_{always}", noise_in_the_batch, lambda m, counts=counts, always=always: RandomStart(m.parameters(), 0.1, counts, always))
+        for counts, always in [(False, False), (True, False), (False, True)]
+    ),
+    *(
+        named(f"wrapper_{in_a_list}", plain, lambda m, in_a_list=in_a_list: Wrapper(adam(m), in_a_list))
+        for in_a_list in (False, True)
+    ),
     named("fills_gradients", plain, lambda m: FillsGradients(m.parameters(), 0.1)),
     named("lbfgs", with_closure, lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)),
     *map(running_total, ["before backward", "before step", "not in place", "after step"]),
