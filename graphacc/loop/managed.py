@@ -47,6 +47,7 @@ class Handle:
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
         self.viewed = False  # a tensor that shares the host memory may be alive
+        self.differentiated = False  # the loop has used it in autograd's own graph
         self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property
@@ -106,6 +107,15 @@ class Handle:
         """Whether a backward gives it a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.tensor.requires_grad
+
+    @property
+    def accumulator_is_held(self) -> bool:
+        """Whether the loop holds autograd's node that accumulates the gradient: a hook on it runs in PyTorch's own backward alone."""
+        if not self.differentiated or not self.trains:
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.inference_mode(False):
+            node = torch.autograd.graph.get_gradient_edge(self.tensor).node
+        return sys.getrefcount(node) > 2  # this name and the argument
 
     @property
     def has_grad(self) -> bool:
@@ -250,6 +260,9 @@ class Managed(Tensor):
         if replaces and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
             handle.engine.before_another_form(handle)
         result = run_function(func, args, kwargs)
+        if type(result) is Tensor and result.grad_fn is not None:
+            for handle in filter(None, map(handle_of, args)):
+                handle.differentiated = True
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
             result.__class__ = type(args[0])  # what nn.Parameter(parameter) asks of a subclass; it belongs to no model yet
         return result
@@ -326,6 +339,8 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                 )
             handle = found[name] = Handle(engine, kind, name, tensor)
             handle.exposed = handles is not None
+            handle.differentiated = kind is Kind.PARAM
+            handle.differentiated = handle.accumulator_is_held
             tensor.__class__ = managed
             tensor._graphacc_handle = handle
     return found

@@ -293,6 +293,26 @@ def post_accumulate_hook(m, o, x, y, i):
     return trained(o, F.cross_entropy(m(x), y))
 
 
+def accumulator_hook(m, o, x, y, i):
+    """As data-parallel wrappers do it: a hook on the node that adds to ``.grad``, in the steps between."""
+    if i == 1:
+        m.node = m.second.weight.expand_as(m.second.weight).grad_fn.next_functions[0][0]
+        m.removable = m.node.register_hook(lambda *_: [m.second.weight.grad.mul_(0.5)] and None)
+    if i == 3:
+        m.removable.remove()
+        del m.node
+    return trained(o, F.cross_entropy(m(x), y))
+
+
+def gradient_edge_hook(m, o, x, y, i):
+    edge = torch.autograd.graph.get_gradient_edge(m.first.weight)
+    seen = []
+    with edge.node.register_prehook(lambda gradients: seen.append(gradients[0].norm()) or (gradients[0] * 0.5,)):
+        loss = trained(o, F.cross_entropy(m(x), y))
+    assert len(seen) == 1
+    return loss + seen[0]
+
+
 def gradient_norm_logged(m, o, x, y, i):
     o.zero_grad()
     F.cross_entropy(m(x), y).backward()
@@ -615,7 +635,7 @@ LOOPS = [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
-            gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook,
+            gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook, accumulator_hook, gradient_edge_hook,
             gradient_norm_logged, masked_rows, decided_by_the_loss, losses_in_a_buffer, sharpness_aware, attribute_changes, dropout_probability_changes,
             late_forward_hook, late_parameter_hook, hook_that_keeps, layer_replaced, schedule_in_the_loss, with_closure,
         ],
