@@ -297,7 +297,7 @@ def accumulator_hook(m, o, x, y, i):
     """As data-parallel wrappers do it: a hook on the node that adds to ``.grad``, in the steps between."""
     if i == 1:
         m.node = m.second.weight.expand_as(m.second.weight).grad_fn.next_functions[0][0]
-        m.removable = m.node.register_hook(lambda *_: [m.second.weight.grad.mul_(0.5)] and None)
+        m.removable = m.node.register_hook(lambda *_: m.second.weight.grad.mul_(0.5).sum().item() and None)
     if i == 3:
         m.removable.remove()
         del m.node
