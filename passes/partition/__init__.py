@@ -4,7 +4,7 @@
 """
 
 from graphacc.graph import StepGraph
-from graphacc.passes.partition import rules_experts, rules_flash, rules_index, rules_matmul, rules_move, rules_nn, rules_pointwise, rules_reduce  # noqa: F401  (registers the rules)
+from graphacc.passes.partition import rules_batched, rules_experts, rules_flash, rules_index, rules_matmul, rules_move, rules_nn, rules_pointwise, rules_reduce  # noqa: F401  (registers the rules)
 from graphacc.passes.partition.assign import assign
 from graphacc.passes.partition.plan import AxisPlan, Move, Role
 from graphacc.passes.partition.report import ForcedGather, PartitionReport

@@ -66,12 +66,13 @@ def _group_norm_backward(call: Call) -> Plan:
 # Operators that treat every sample and channel by itself, and the number of spatial dims of each.
 _SPATIAL = {
     1: "aten.reflection_pad1d.default aten.reflection_pad1d_backward.default aten.replication_pad1d.default "
-    "aten.replication_pad1d_backward.default",
+    "aten.replication_pad1d_backward.default aten.upsample_linear1d.default",
     2: "aten.max_pool2d_with_indices.default aten.max_pool2d_with_indices_backward.default aten.avg_pool2d.default "
     "aten.avg_pool2d_backward.default aten._adaptive_avg_pool2d.default aten._adaptive_avg_pool2d_backward.default "
     "aten.adaptive_max_pool2d.default aten.adaptive_max_pool2d_backward.default aten.reflection_pad2d.default "
     "aten.reflection_pad2d_backward.default aten.replication_pad2d.default aten.replication_pad2d_backward.default "
-    "aten.upsample_bilinear2d.default aten.upsample_bicubic2d.default",
+    "aten.upsample_bilinear2d.default aten.upsample_bicubic2d.default aten._upsample_bilinear2d_aa.default "
+    "aten._upsample_bicubic2d_aa.default aten.max_unpool2d.default",
     3: "aten.max_pool3d_with_indices.default aten.max_pool3d_with_indices_backward.default aten.avg_pool3d.default "
     "aten.avg_pool3d_backward.default aten._adaptive_avg_pool3d.default aten._adaptive_avg_pool3d_backward.default "
     "aten.upsample_trilinear3d.default",
@@ -92,6 +93,8 @@ for _num_spatial, _names in _SPATIAL.items():
 
 
 @rule(
+    "aten.upsample_nearest1d_backward.default aten.upsample_linear1d_backward.default "
+    "aten._upsample_bilinear2d_aa_backward.default aten._upsample_bicubic2d_aa_backward.default "
     "aten.upsample_nearest2d_backward.default aten.upsample_bilinear2d_backward.default aten.upsample_bicubic2d_backward.default "
     "aten.upsample_nearest3d_backward.default aten.upsample_trilinear3d_backward.default"
 )
@@ -101,7 +104,8 @@ def _upsample_backward(call: Call) -> Dims:
 
 
 @rule(
-    "aten.grid_sampler_2d.default aten.grid_sampler_2d_backward.default aten.im2col.default "
+    "aten.grid_sampler_2d.default aten.grid_sampler_2d_backward.default aten.im2col.default aten.col2im.default "
+    "aten.grid_sampler_3d.default aten.grid_sampler_3d_backward.default aten.channel_shuffle.default "
     "aten.pixel_shuffle.default aten.pixel_unshuffle.default"
 )
 def _samplewise(call: Call) -> Dims:

@@ -147,7 +147,7 @@ def _along(call: Call, whole: list[int], *, keepdim: bool = True, name: str = "s
 
 @rule(
     "aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim "
-    "aten.logsumexp.default aten.median.dim aten.mode.default"
+    "aten.logsumexp.default aten.median.dim aten.nanmedian.dim aten.kthvalue.default aten.mode.default"
 )
 def _reduced_whole(call: Call) -> Dims:
     """Reductions that take the whole dim: the others may be split."""

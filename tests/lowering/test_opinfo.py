@@ -1,18 +1,15 @@
 """Every entry of torch's own operator database against eager torch, and the share of it that lowers."""
 
 import collections
-import itertools
 import warnings
 
 import pytest
 import torch
 from helpers_lowering import check_lowered_together, run_lowered, step_graph
-from operator_database import op_db
+from operator_database import UNTRACEABLE, UNTRACEABLE_TEXT, functions, op_db
 from selection import with_matrix
-from torch.utils import _pytree as pytree
 
 import graphacc.lowering
-from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
 from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
 from graphacc.lowering import registry
@@ -42,25 +39,6 @@ UNDETERMINED = {
     "nn.functional.embedding_bag": (slice(1), "the others serve torch's own backward kernels"),
     "chalf": ("raises", "jax has no complex32"),
 }
-UNTRACEABLE = (*data_dependent_errors(), *dynamic_shape_errors())
-# Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts, effects (linalg's checks on 2.13).
-UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse", "token for effect")
-
-
-def _functions(op, dtype, limit):
-    """(function, tensors) of the database's samples for an operator."""
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype), limit):
-        flat, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-
-        def call(*tensors, flat=flat, structure=structure, places=places):
-            values = list(flat)
-            for i, x in zip(places, tensors):
-                values[i] = x
-            first, args, kwargs = pytree.tree_unflatten(values, structure)
-            return op.op(first, *args, **kwargs)
-
-        yield call, [flat[i] for i in places]
 
 
 def _shapes(results):
@@ -88,7 +66,7 @@ def _check_entry(op, dtype, limit) -> bool:
     determined, _ = UNDETERMINED.get(op.full_name, (slice(None), ""))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's and numpy's, about the samples themselves
-        samples = [(call, tensors, _traced(call, tensors)) for call, tensors in _functions(op, dtype, limit)]
+        samples = [(call, tensors, _traced(call, tensors)) for call, tensors in functions(op, dtype, limit)]
         samples = [sample for sample in samples if sample[2] is not None]
         if determined == "raises":
             for _, tensors, step in samples:

@@ -313,6 +313,77 @@ def _nn():
     yield _case("aten.pixel_unshuffle.default", [P], ..., 2)
 
 
+def _batched():
+    """Matrices that can be factored, whatever they are multiplied with, at the end of a batch of 4 x 8."""
+    batch, rows = (4, 8, 4, 4), (4, 8, 4, 3)
+
+    def operator(name):
+        return getattr(aten, name).default
+
+    def definite(x):
+        return x @ x.mT + 4 * torch.eye(4, dtype=x.dtype)
+
+    def of_matrix(name, results=slice(None), make=definite):
+        def run(x):
+            found = operator(name)(make(x))
+            return list(found)[results] if isinstance(found, tuple) else [found]
+
+        return f"aten.{name}.default", run, [batch]
+
+    for name in ("cholesky", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_qr", "cholesky_inverse"):
+        yield of_matrix(name)
+    yield of_matrix("linalg_matrix_exp", make=lambda x: x / 8)
+    yield of_matrix("_linalg_eigh", results=slice(1))
+    yield of_matrix("_linalg_svd", results=slice(1, 2))
+    for matrices in (batch, (8, 4, 4)):
+        yield "aten.cholesky_solve.default", lambda x, y: [aten.cholesky_solve(y, definite(x))], [matrices, rows]
+        yield "aten.linalg_solve_triangular.default", lambda x, y: [aten.linalg_solve_triangular(definite(x), y, upper=False)], [matrices, rows]
+    factors = lambda x: aten.linalg_lu_factor_ex(definite(x))[:2]  # noqa: E731
+    yield "aten.lu_unpack.default", lambda x: list(aten.lu_unpack(*factors(x))), [batch]
+    yield _case("aten.linalg_householder_product.default", [(4, 8, 4, 3), (4, 8, 3)], ..., ...)
+    yield _case("aten._cdist_forward.default", [(4, 8, 4, 3), (4, 8, 5, 3)], ..., ..., 2.0, 2)
+    yield _case("aten._cdist_backward.default", [(4, 8, 4, 5), (4, 8, 4, 3), (4, 8, 5, 3), (4, 8, 4, 5)], ..., ..., ..., 2.0, ...)
+    yield "aten.view_as_complex.default", lambda x: [torch.view_as_real(torch.view_as_complex(x).exp())], [(4, 8, 4, 2)]
+    yield "aten.view_as_real.default", lambda x: [torch.view_as_real(torch.view_as_complex(x) * 2)], [(4, 8, 4, 2)]
+    for name in ("complex", "polar"):
+        yield f"aten.{name}.default", lambda x, y, call=operator(name): [torch.view_as_real(call(x, y))], [(4, 8), (4, 8)]
+    for name in ("_conj", "_conj_physical"):
+        conjugate = lambda x, y, call=operator(name): [torch.view_as_real(aten._conj_physical(call(torch.complex(x, y))))]  # noqa: E731
+        yield f"aten.{name}.default", conjugate, [(4, 8), (4, 8)]
+    for dims in ([1], [0, 2]):
+        both = lambda x, y, dims=dims: aten._fft_c2c(torch.complex(x, y), dims, 0, True)  # noqa: E731
+        yield "aten._fft_c2c.default", lambda x, y, both=both: [torch.view_as_real(both(x, y))], [(4, 8, 4), (4, 8, 4)]
+        yield "aten._fft_r2c.default", lambda x, dims=dims: [torch.view_as_real(aten._fft_r2c(x, dims, 0, True))], [(4, 8, 4)]
+        yield "aten._fft_c2r.default", lambda x, y, dims=dims: [aten._fft_c2r(torch.complex(x, y), dims, 0, 2 * x.shape[dims[-1]] - 2)], [(4, 8, 4), (4, 8, 4)]
+    yield _case("aten.unfold.default", [(4, 8, 4)], ..., 1, 3, 2)
+    yield _case("aten.unfold_backward.default", [(4, 3, 4, 3)], ..., [4, 8, 4], 1, 3, 2)
+    for dims in ((0, 1), (-1, 1)):
+        yield _case("aten.diagonal.default", [(4, 8, 4)], ..., 1, *dims)
+        yield _case("aten.diagonal_copy.default", [(4, 8, 4)], ..., 1, *dims)
+        yield _case("aten.diag_embed.default", [(4, 8)], ..., -1, *dims)
+        on_diagonal = tuple(torch.empty(X).diagonal(1, *dims).shape)
+        yield _case("aten.diagonal_backward.default", [on_diagonal], ..., list(X), 1, *dims)
+        yield _case("aten.diagonal_scatter.default", [X, on_diagonal], ..., ..., 1, *dims)
+    yield "aten.searchsorted.Tensor", lambda x, y: [aten.searchsorted(x.sort().values, y)], [(4, 8), (4, 4)]
+    yield "aten.searchsorted.Tensor", lambda x, y: [aten.searchsorted(x.sort().values, y)], [(8,), (4, 4)]
+    yield _case("aten.kthvalue.default", [(4, 8, 4)], ..., 2, 1)
+    yield _case("aten.nanmedian.dim", [(4, 8, 4)], ..., 1)
+    line = (4, 4, 8)
+    yield _case("aten.upsample_linear1d.default", [line], ..., [16], False)
+    yield _case("aten.upsample_linear1d_backward.default", [(4, 4, 16)], ..., [16], list(line), False)
+    yield _case("aten.upsample_nearest1d_backward.default", [(4, 4, 16)], ..., [16], list(line))
+    plane = (4, 4, 8, 8)
+    for mode in ("bilinear", "bicubic"):
+        yield _case(f"aten._upsample_{mode}2d_aa.default", [plane], ..., [4, 4], False)
+        yield _case(f"aten._upsample_{mode}2d_aa_backward.default", [(4, 4, 4, 4)], ..., [4, 4], list(plane), False)
+    yield "aten.max_unpool2d.default", lambda x: [aten.max_unpool2d(*aten.max_pool2d_with_indices(x, [2, 2]), [8, 8])], [plane]
+    yield _case("aten.col2im.default", [(4, 36, 64)], ..., [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
+    yield _case("aten.channel_shuffle.default", [plane], ..., 2)
+    cube, points = (4, 4, 4, 4, 4), (4, 4, 4, 4, 3)
+    yield _case("aten.grid_sampler_3d.default", [cube, points], ..., ..., 0, 0, False)
+    yield _case("aten.grid_sampler_3d_backward.default", [cube, cube, points], ..., ..., ..., 0, 0, False, [True, True])
+
+
 def _experts():
     """Sorted rows are read in the tensor's order too; buckets only on their way there and back."""
     ids, matrices = ints((8,), 4), (4, 4, 8)
@@ -339,4 +410,4 @@ def _experts():
         yield f"graphacc.{name}.default", lambda x, i: [ops.unbucket_rows(ops.bucket_rows(x, i, 2, 2, 8, 0) * 2, i, 2)], [(8, 4), ids]
 
 
-CASES = [*_pointwise(), *_move(), *_reduce(), *_matmul(), *_index(), *_nn(), *_experts()]
+CASES = [*_pointwise(), *_move(), *_reduce(), *_matmul(), *_index(), *_nn(), *_batched(), *_experts()]
