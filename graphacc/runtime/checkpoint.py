@@ -13,6 +13,7 @@ run of several processes the directory must be on a file system that they share.
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -31,10 +32,13 @@ from graphacc.lowering.dtypes import to_jax, to_torch
 from graphacc.runtime import checkpoint_files as files
 from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
 from graphacc.runtime.distributed import note
-from graphacc.runtime.exchange import numpy_view, place, torch_view
-from graphacc.runtime.layout import Item, bounds, extent, pieces, sharding, stored_shape
+from graphacc.runtime.exchange import from_blocks, numpy_view
+from graphacc.runtime.layout import Index, Item, bounds, extent, pieces, whole
 
 T = TypeVar("T")
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
 
 Saved = torch.Tensor | tuple[jax.Array, Item]
 """A tensor on the host (the same in every process), or an array on the devices with its layout."""
@@ -82,15 +86,29 @@ def load(
             unexpected names and all unequal shapes and dtypes are listed.
     """
     reader = _open(directory, {name: (item.shape, item.dtype) for name, item in wanted.items()}, ignore_extra)
-    return {name: _load_one(reader, name, item, mesh) for name, item in wanted.items()}
+    return {name: from_blocks(functools.partial(reader.read, name), item, mesh) for name, item in wanted.items()}
 
 
-def load_host(
-    directory: str | os.PathLike, wanted: Mapping[str, torch.Tensor], *, ignore_extra: Sequence[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Read whole tensors to the host; `wanted` gives their shapes and dtypes (meta tensors will do). Otherwise as `load`."""
-    reader = _open(directory, {name: (tuple(value.shape), value.dtype) for name, value in wanted.items()}, ignore_extra)
-    return {name: torch_view(reader.read(name, _whole(value.shape))) for name, value in wanted.items()}
+def open_checked(
+    directory: str | os.PathLike, wanted: Mapping[str, tuple[Form, Iterable[Index]]], *, ignore_extra: Sequence[str] = ()
+) -> Reader:
+    """A reader of a checkpoint of which everything that this process is about to read has been found to be whole; every process of the run calls this.
+
+    Args:
+        wanted: name -> shape and dtype, and the blocks that are going to be read; otherwise as `load`.
+
+    Raises:
+        CheckpointError: as `load`, also where it is another process that has found damage.
+    """
+
+    def check() -> Reader:
+        reader = _open(directory, {name: form for name, (form, _) in wanted.items()}, ignore_extra)
+        for name, (_, blocks) in wanted.items():
+            for block in blocks:
+                reader.check(name, block)
+        return reader
+
+    return _together(check, "ends the check of a checkpoint", "load")
 
 
 def read_metadata(directory: str | os.PathLike) -> dict:
@@ -113,7 +131,7 @@ def read_index(directory: str | os.PathLike) -> dict[str, tuple[tuple[int, ...],
 _MESSAGE_BYTES = 1000
 
 
-def _together(action: Callable[[], T]) -> T:
+def _together(action: Callable[[], T], label: str = "ends a part of saving a checkpoint", verb: str = "save") -> T:
     """Do a part of the work; where it fails in one process, it raises in all, so that none waits for one that will not come.
 
     Processes leave this function only when all have done their part.
@@ -125,14 +143,14 @@ def _together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         failure = error
-    note("ends a part of saving a checkpoint")
+    note(label)
     text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
     messages = multihost_utils.process_allgather(np.frombuffer(text.ljust(_MESSAGE_BYTES, b"\0"), np.uint8))
     if failure is not None:
         raise failure
     for rank, message in enumerate(messages):
         if message.any():
-            raise CheckpointError(f"process {rank} could not save its part: {message.tobytes().rstrip(bytes(1)).decode(errors='replace')}")
+            raise CheckpointError(f"process {rank} could not {verb} its part: {message.tobytes().rstrip(bytes(1)).decode(errors='replace')}")
     return result
 
 
@@ -205,16 +223,16 @@ def _blocks(name: str, value: Saved) -> list[Block]:
     """The blocks of a tensor that this process writes."""
     if isinstance(value, torch.Tensor):
         shape, dtype = tuple(value.shape), _saved_dtype(name, value.dtype)
-        return [Block(name, dtype, _whole(shape), True, lambda: numpy_view(value))] if jax.process_index() == 0 else []
+        return [Block(name, dtype, whole(shape), True, lambda: numpy_view(value))] if jax.process_index() == 0 else []
     array, item = value
     blocks = []
     for shard in array.addressable_shards:
         if shard.replica_id != 0:
             continue
         for here, there in pieces(bounds(shard.index, array.shape), item):
-            whole = extent(there) == item.shape
+            is_whole = extent(there) == item.shape
             read = lambda data=shard.data, here=here: np.asarray(data)[here]  # noqa: E731  (the file is written later)
-            blocks.append(Block(name, _saved_dtype(name, item.dtype), there, whole, read))
+            blocks.append(Block(name, _saved_dtype(name, item.dtype), there, is_whole, read))
     return blocks
 
 
@@ -300,31 +318,3 @@ def _other_model(directory: pathlib.Path, problems: list[str], shown: int = 40) 
         "Build the model and the optimizer with the settings that the checkpoint was saved with, or load another checkpoint."
     )
     return "\n".join(lines)
-
-
-def _load_one(reader: Reader, name: str, item: Item, mesh: Mesh) -> jax.Array:
-    padded = stored_shape(item)
-    known: dict[tuple, np.ndarray] = {}
-
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        outer = bounds(index, padded)
-        key = tuple((part.start, part.stop) for part in outer)
-        if key not in known:
-            known[key] = _padded_block(reader, name, item, outer)
-        return known[key]
-
-    return place(padded, to_jax(item.dtype), sharding(item, mesh), block, copy=True)
-
-
-def _padded_block(reader: Reader, name: str, item: Item, outer: tuple[slice, ...]) -> np.ndarray:
-    parts = [(here, reader.read(name, there)) for here, there in pieces(outer, item)]
-    if len(parts) == 1 and parts[0][1].shape == extent(outer):
-        return parts[0][1]
-    result = np.zeros(extent(outer), to_jax(item.dtype))
-    for here, values in parts:
-        result[here] = values
-    return result
-
-
-def _whole(shape: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in shape)

@@ -273,6 +273,13 @@ class Reader:
             )
         return result
 
+    def check(self, name: str, index: Index) -> None:
+        """Find damage in the pieces from which a block is read, before anything is changed; raises as `read`."""
+        entry = self.entry(name)
+        for piece in entry.pieces:
+            if _intersect(piece.index, index) is not None:
+                self._values(name, entry, piece)
+
     def _values(self, name: str, entry: Entry, piece: Piece) -> np.ndarray:
         path, dtype = self.directory / piece.file, DTYPES[entry.dtype]
         count = math.prod(piece.shape) * dtype.itemsize
