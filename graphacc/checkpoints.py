@@ -20,19 +20,32 @@ from graphacc.loop.engine import Engine
 from graphacc.loop.module import engine_of
 from graphacc.loop.optimizers import Binding
 from graphacc.runtime import checkpoint, weight_files
+from graphacc.runtime.checkpoint import Saving
 from graphacc.runtime.layout import Index, numpy_dtype
 
 FORMAT = 1
 
 
 def save_checkpoint(
-    directory: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: dict | None = None
-) -> None:
-    """Write the state of a compiled model, and of its optimizer, to `directory`, at once or not at all.
+    directory: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: dict | None = None,
+    asynchronous: bool = False,
+    staging_mb: float | None = None,
+) -> Saving:
+    """Write the state of a compiled model, and of its optimizer, to `directory`, at once or not at all; every process writes its own shards.
 
     Args:
         directory: replaced if it holds a checkpoint; a crash at any moment leaves the old one or the new one.
         extra: anything that JSON can hold, such as a scheduler's state or the epoch; `load_checkpoint` returns it.
+        asynchronous: go on when this process's shards are copied to the host; a thread writes them to the disk, and the checkpoint is there when all
+            processes have written. At most one save goes on: the next save or load waits for it, and so does Python's end.
+        staging_mb: of those copies, at most, per process (MB of 1e6 bytes); the rest is handed to the file system before this returns. Default: no bound.
+
+    Returns:
+        The save: ``wait()`` waits until the checkpoint is there, and raises what has failed; without it the next save or load raises that. ``done``.
 
     Raises:
         CheckpointError: `directory` holds something else, or `extra` is no JSON.
@@ -48,7 +61,8 @@ def save_checkpoint(
         metadata["group_names"] = _group_names(engine, optimizer)
         metadata["names"] = list(binding.names)
     aliases = {f"model/{alias}": f"model/{name}" for alias, name in engine.aliases().items()}
-    checkpoint.save(directory, tensors, metadata, aliases=aliases)
+    staging = None if staging_mb is None else round(staging_mb * 1e6)
+    return checkpoint.save(directory, tensors, metadata, aliases=aliases, asynchronous=asynchronous, staging_bytes=staging)
 
 
 def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
@@ -62,6 +76,7 @@ def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: t
             difference is listed). Nothing is changed then.
     """
     engine = engine_of(model)
+    checkpoint.finish_saving()
     metadata = checkpoint.read_metadata(directory)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{directory}: format {metadata.get('format')!r} is not {FORMAT}, the one that this version reads")

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -156,6 +158,81 @@ def test_tied_tensors_are_written_once_and_known_by_both_names(tmp_path):
     checkpoint.save(tmp_path, {"wte": tensor}, {}, aliases={"lm_head": "wte"})
     assert list(checkpoint.read_index(tmp_path)) == ["wte"]
     assert same(load_host(tmp_path, {"lm_head": tensor})["lm_head"], tensor)
+
+
+# ---- asynchronous
+
+
+class SlowDisk:
+    """Nothing is on it for certain before somebody lets it go on."""
+
+    def __init__(self, monkeypatch, fails: bool = False):
+        self.go_on, self.reached = threading.Event(), threading.Event()
+        original = checkpoint_files.flush
+
+        def flush(file):
+            self.reached.set()
+            assert self.go_on.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            original(file)
+
+        monkeypatch.setattr(checkpoint_files, "flush", flush)
+
+
+@pytest.mark.parametrize("staging", [None, 20_000, 0])
+def test_a_save_goes_on_beside_its_caller_with_the_values_of_its_time(tmp_path, monkeypatch, staging):
+    checkpoint.save(tmp_path, versioned(1), {"version": 1})
+    disk, copied = SlowDisk(monkeypatch), []
+    original = np.array
+    monkeypatch.setattr(checkpoint.np, "array", lambda value, **options: copied.append(value.nbytes) or original(value, **options))
+    tensors = versioned(2)
+    saving = checkpoint.save(tmp_path, tensors, {"version": 2}, asynchronous=True, staging_bytes=staging)
+    assert sum(copied) == {None: 4 * 64 * 33 * 4, 20_000: 2 * 64 * 33 * 4, 0: 0}[staging]
+    for tensor in tensors.values():
+        tensor.fill_(7.0)  # the next step
+    assert disk.reached.wait(60) and not saving.done
+    assert checkpoint.read_metadata(tmp_path) == {"version": 1}
+    disk.go_on.set()
+    saving.wait()
+    assert saving.done and loaded_version(tmp_path) == 2 and len(data_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("seen_by", ["wait", "save", "load"])
+def test_what_fails_in_the_background_is_raised_once_and_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog, seen_by):
+    checkpoint.save(tmp_path, versioned(1), {"version": 1})
+    with monkeypatch.context() as patch:
+        disk = SlowDisk(patch, fails=True)
+        saving = checkpoint.save(tmp_path, versioned(2), {"version": 2}, asynchronous=True)
+        disk.go_on.set()
+        with pytest.raises(OSError, match="No space left"):
+            {"wait": saving.wait, "save": lambda: checkpoint.save(tmp_path, versioned(3), {}), "load": lambda: loaded_version(tmp_path)}[seen_by]()
+    assert "was not saved, what was there before is" in caplog.text
+    assert loaded_version(tmp_path) == 1 and len(data_files(tmp_path)) == 1
+    checkpoint.save(tmp_path, versioned(3), {"version": 3})
+    assert loaded_version(tmp_path) == 3
+
+
+BACKGROUND = """
+import sys, time, torch
+from graphacc.runtime import checkpoint, checkpoint_files
+value = lambda version: {name: torch.full((64, 33), float(version)) for name in "abcd"}
+checkpoint.save(sys.argv[1], value(1), {"version": 1})
+flush, seconds = checkpoint_files.flush, float(sys.argv[2])
+checkpoint_files.flush = lambda file: (print("writing", flush=True), time.sleep(seconds), flush(file))
+checkpoint.save(sys.argv[1], value(2), {"version": 2}, asynchronous=True)
+"""
+
+
+def test_the_end_of_python_waits_for_a_save_and_a_kill_leaves_the_old_checkpoint(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    for directory, seconds, expected in ((tmp_path / "ended", "0.5", 2), (tmp_path / "killed", "60", 1)):
+        process = subprocess.Popen([sys.executable, "-c", BACKGROUND, str(directory), seconds], stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout.readline() == "writing\n"
+        if expected == 1:
+            process.kill()
+        process.communicate(timeout=60)
+        assert loaded_version(directory) == expected
 
 
 # ---- atomic
