@@ -24,6 +24,7 @@ _PUBLIC = {
     "mark_sharding": "graphacc.api",
     "save_checkpoint": "graphacc.checkpoints",
     "load_checkpoint": "graphacc.checkpoints",
+    "load_safetensors": "graphacc.checkpoints",
     "flash_attention": "graphacc.ops.flash_attention",
     "P": "graphacc.strategy.annotations",
     "Strategy": "graphacc.strategy",
@@ -49,7 +50,7 @@ __all__ = ["__version__", *_MODULES, *_PUBLIC]
 if _typing.TYPE_CHECKING:
     from graphacc import distributed, report
     from graphacc.api import compile, mark_sharding, train_step, verify
-    from graphacc.checkpoints import load_checkpoint, save_checkpoint
+    from graphacc.checkpoints import load_checkpoint, load_safetensors, save_checkpoint
     from graphacc.costs.hardware import Hardware
     from graphacc.errors import (
         BatchIndexError,

@@ -58,7 +58,10 @@ def compile(
     runs the step in parts.
 
     Args:
-        model: the module to train. Its parameters and buffers move to the devices at the first step.
+        model: the module to train. Its parameters and buffers move to the devices at the first step. One that was made on the meta device
+            (``torch.device("meta")``, ``accelerate.init_empty_weights()``) is loaded by `graphacc.load_safetensors` or `graphacc.load_checkpoint`; what
+            has no value when it is first used is made by the modules' own initialisers, one after the other, so that no process ever
+            holds more than its shards and one module (see `graphacc.loop.deferred`).
         strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"); "auto" searches the fastest one that
             fits into the devices' memory, "auto,tp=2" with what is pinned (`graphacc.plan` says more, and needs no devices); a plan, or
             the path of one that ends in ".json", is replayed. Default: ``fsdp`` over all devices.
@@ -105,8 +108,11 @@ def compile(
     if is_compiled(model) or isinstance(model, OnTorchXla):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and capture == "torch_xla":
+            raise GraphAccError(f'{name!r} is on the meta device, and capture="torch_xla" makes no values: materialise the model before, or leave capture out')
         if is_lazy(tensor):
             raise GraphAccError(f"{name!r} has no shape yet: call the model once on a batch before graphacc.compile, which gives its lazy modules their shapes")
+    _check_attributes(model)
     _check_choice("capture", capture, CHOICES)
     _check_choice("nan_loss", nan_loss, NAN_ACTIONS)
     _check_choice("batch", batch, BATCHES)
@@ -229,6 +235,17 @@ def _default_loss(model: nn.Module, *args, **kwargs) -> Tensor:
             f"{type(model).__name__} returned a {type(result).__name__} without a loss: pass labels, or give train_step a loss function"
         )
     return value
+
+
+def _check_attributes(model: nn.Module) -> None:
+    """Tensors of the meta device that nothing can give a value: they are neither parameters nor buffers."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise GraphAccError(
+                    f"the attribute {name!r} of {path or 'the model'} ({type(module).__name__}) is a tensor of shape {list(value.shape)} on the meta device, and neither "
+                    f"parameter nor buffer, so it would never get a value: make it with device='cpu', or register it (register_buffer)"
+                )
 
 
 def _pins(model: nn.Module, annotations: Annotations, strategy: Strategy) -> dict[str, P]:

@@ -1,12 +1,15 @@
-"""Checkpoints of a compiled model and its optimizer: sharded, atomic, and loadable under any other strategy.
+"""Checkpoints of a compiled model and its optimizer: sharded, atomic, and loadable under any other strategy; and weights from safetensors files.
 
 The files are `graphacc.runtime.checkpoint`'s. A checkpoint holds the parameters and buffers under their original names,
 the optimizer's state per parameter, the settings of the optimizer's groups, the place in the random numbers, and what
 the user adds. It does not depend on the mesh that wrote it.
 """
 
+import collections
+import functools
 import os
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,19 +19,33 @@ from graphacc.graph import Kind
 from graphacc.loop.engine import Engine
 from graphacc.loop.module import engine_of
 from graphacc.loop.optimizers import Binding
-from graphacc.runtime import checkpoint
+from graphacc.runtime import checkpoint, weight_files
+from graphacc.runtime.checkpoint import Saving
+from graphacc.runtime.layout import Index, numpy_dtype
 
 FORMAT = 1
 
 
 def save_checkpoint(
-    directory: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: dict | None = None
-) -> None:
-    """Write the state of a compiled model, and of its optimizer, to `directory`, at once or not at all.
+    directory: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: dict | None = None,
+    asynchronous: bool = False,
+    staging_mb: float | None = None,
+) -> Saving:
+    """Write the state of a compiled model, and of its optimizer, to `directory`, at once or not at all; every process writes its own shards.
 
     Args:
         directory: replaced if it holds a checkpoint; a crash at any moment leaves the old one or the new one.
         extra: anything that JSON can hold, such as a scheduler's state or the epoch; `load_checkpoint` returns it.
+        asynchronous: go on when this process's shards are copied to the host; a thread writes them to the disk, and the checkpoint is there when all
+            processes have written. At most one save goes on: the next save or load waits for it, and so does Python's end.
+        staging_mb: of those copies, at most, per process (MB of 1e6 bytes); the rest is handed to the file system before this returns. Default: no bound.
+
+    Returns:
+        The save: ``wait()`` waits until the checkpoint is there, and raises what has failed; without it the next save or load raises that. ``done``.
 
     Raises:
         CheckpointError: `directory` holds something else, or `extra` is no JSON.
@@ -44,7 +61,8 @@ def save_checkpoint(
         metadata["group_names"] = _group_names(engine, optimizer)
         metadata["names"] = list(binding.names)
     aliases = {f"model/{alias}": f"model/{name}" for alias, name in engine.aliases().items()}
-    checkpoint.save(directory, tensors, metadata, aliases=aliases)
+    staging = None if staging_mb is None else round(staging_mb * 1e6)
+    return checkpoint.save(directory, tensors, metadata, aliases=aliases, asynchronous=asynchronous, staging_bytes=staging)
 
 
 def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
@@ -58,10 +76,12 @@ def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: t
             difference is listed). Nothing is changed then.
     """
     engine = engine_of(model)
+    checkpoint.finish_saving()
     metadata = checkpoint.read_metadata(directory)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{directory}: format {metadata.get('format')!r} is not {FORMAT}, the one that this version reads")
-    wanted = {f"model/{name}": handle.host_value() for name, handle in engine.handles.items() if engine.is_saved(handle)}
+    handles = {f"model/{name}": handle for name, handle in engine.handles.items() if engine.is_saved(handle)}
+    wanted = {name: (handle.form, engine.blocks(handle.kind, handle.name, *handle.form)) for name, handle in handles.items()}
     binding, groups = None, []
     if optimizer is not None:
         if "groups" not in metadata:
@@ -69,15 +89,70 @@ def load_checkpoint(directory: str | os.PathLike, model: nn.Module, optimizer: t
         binding = engine.binding_of(optimizer)
         wanted |= _wanted_state(directory, engine, binding, metadata)
         groups = _saved_groups(directory, engine, binding, metadata)
-    loaded = checkpoint.load_host(directory, wanted, ignore_extra=() if optimizer is not None else ("optimizer/",))
-    with torch.no_grad():
-        for name, handle in engine.handles.items():
-            if engine.is_saved(handle):
-                handle.overwrite(loaded[f"model/{name}"])
+    reader = checkpoint.open_checked(directory, wanted, ignore_extra=() if optimizer is not None else ("optimizer/",))
+    for name, handle in handles.items():
+        engine.load(handle, functools.partial(reader.read, name))
     if binding is not None:
-        _restore_optimizer(binding, engine, loaded, groups)
+        states = {name: form for name, (form, _) in wanted.items() if name.startswith("optimizer/")}
+        engine.load_optimizer_state(
+            binding, {name.removeprefix("optimizer/"): (*form, functools.partial(reader.read, name)) for name, form in states.items()}
+        )
+        for group, saved in zip(binding.optimizer.param_groups, groups, strict=True):
+            group.update({name: tuple(value) if isinstance(group.get(name), tuple) else value for name, value in saved.items()})
     engine.restart(seed=metadata["seed"], counter=metadata["counter"], steps=metadata["steps"])
     return metadata["extra"]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_safetensors` has found in only one of model and files."""
+
+    missing_keys: list[str]  # of the model
+    unexpected_keys: list[str]  # in the files
+
+
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike, *, strict: bool = True, rename: Callable[[str], str] | None = None
+) -> IncompatibleKeys:
+    """Load the weights of a compiled model from safetensors files: every process reads the slices that its devices hold, and nothing else.
+
+    The model may have been made on the meta device; then no process ever holds it whole. Values are cast to the model's dtypes, as ``load_state_dict`` does.
+
+    Args:
+        path: a file, a directory with ``model.safetensors``, or one with ``model.safetensors.index.json`` and the files that it names (a sharded
+            checkpoint of Hugging Face).
+        strict: every parameter and persistent buffer has to be in the files (a tied one under any of its names), and nothing else.
+        rename: name in the model -> name in the files, where they differ: ``lambda name: name.removeprefix("transformer.")``.
+
+    Returns:
+        Names that are in only one of them; with `strict` there are none.
+
+    Raises:
+        CheckpointError: the files are missing or damaged, or shapes or, with `strict`, names differ (all are listed). Nothing is changed then.
+    """
+    engine = engine_of(model)
+    weights, names = weight_files.open_weights(os.fspath(path)), collections.defaultdict(list)
+    for name, first in ({name: name for name in engine.handles} | engine.aliases()).items():
+        names[first].append(name if rename is None else rename(name))
+    saved = {name: handle for name, handle in engine.handles.items() if engine.is_saved(handle)}
+    found = {name: next((key for key in names[name] if key in weights), None) for name in saved}
+    known = {key for keys in names.values() for key in keys}
+    keys = IncompatibleKeys([name for name, key in found.items() if key is None], [key for key in weights if key not in known])
+    problems = [f"missing: {name} {list(saved[name].form[0])}" for name in keys.missing_keys] + [f"unexpected: {key}" for key in keys.unexpected_keys]
+    shapes = {name: weights[key].shape for name, key in found.items() if key is not None}
+    different = [f"different: {name} is {list(shape)} in the files, {list(saved[name].form[0])} here" for name, shape in shapes.items() if shape != saved[name].form[0]]
+    if different or (strict and problems):
+        raise CheckpointError(_other_weights(path, different + (problems if strict else [])))
+    for name, key in found.items():
+        if key is not None:
+            engine.load(saved[name], functools.partial(weights[key].read, dtype=numpy_dtype(saved[name].form[1])))
+    return keys
+
+
+def _other_weights(path: str | os.PathLike, problems: list[str], shown: int = 40) -> str:
+    lines = [f"the weights at {os.fspath(path)} are of another model; {len(problems)} differences:", *(f"  {problem}" for problem in problems[:shown])]
+    lines += [f"  ... and {len(problems) - shown} more"] if len(problems) > shown else []
+    lines.append("Give the names that the files have by rename=, load what both have with strict=False, or load other files.")
+    return "\n".join(lines)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -120,7 +195,7 @@ def _saved_groups(directory, engine: Engine, binding: Binding, metadata: dict) -
     return found
 
 
-def _wanted_state(directory, engine: Engine, binding: Binding, metadata: dict) -> dict[str, torch.Tensor]:
+def _wanted_state(directory, engine: Engine, binding: Binding, metadata: dict) -> dict[str, tuple[checkpoint.Form, Iterable[Index]]]:
     if sorted(metadata["names"]) != sorted(binding.names) or len(metadata["groups"]) != len(binding.optimizer.param_groups):
         missing = sorted(set(metadata["names"]) ^ set(binding.names))
         raise CheckpointError(
@@ -128,20 +203,8 @@ def _wanted_state(directory, engine: Engine, binding: Binding, metadata: dict) -
             f"{len(binding.optimizer.param_groups)} and {len(binding.names)}; in only one of them: {', '.join(missing) or 'none'}"
         )
     saved = checkpoint.read_index(directory)
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in saved.items() if name.startswith("optimizer/")}
+    states = {name: form for name, form in saved.items() if name.startswith("optimizer/")}
+    return {name: (form, engine.blocks(Kind.STATE, name.removeprefix("optimizer/"), *form)) for name, form in states.items()}
 
 
-def _restore_optimizer(binding: Binding, engine: Engine, loaded: dict[str, torch.Tensor], groups: list[dict]) -> None:
-    optimizer = binding.optimizer
-    optimizer.state.clear()
-    for target, value in loaded.items():
-        if not target.startswith("optimizer/"):
-            continue
-        name, _, key = target.removeprefix("optimizer/").rpartition("/")
-        optimizer.state.setdefault(engine.handles[name].tensor, {})[key] = value
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: tuple(value) if isinstance(group.get(name), tuple) else value for name, value in saved.items()})
-    binding.state_on_device = False
-
-
-__all__ = ["Kind", "load_checkpoint", "save_checkpoint"]
+__all__ = ["IncompatibleKeys", "load_checkpoint", "load_safetensors", "save_checkpoint"]

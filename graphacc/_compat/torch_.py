@@ -352,6 +352,15 @@ def described(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
             return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), run(torch.zeros, "cpu"))
 
 
+def swap_values(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Let two tensors exchange memory, form and device, and stay the objects that they are; `torch.utils.swap_tensors` refuses those with weak references.
+
+    Raises:
+        RuntimeError: a graph of autograd refers to one of them.
+    """
+    torch._C._swap_tensor_impl(a, b)
+
+
 def storage_users(tensor) -> int:
     """How many objects (the tensor, views and detached tensors, a storage that Python holds) share the memory of `tensor`."""
     return _references(tensor) - _REFERENCES_OF_ONE + 1

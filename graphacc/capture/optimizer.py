@@ -8,7 +8,7 @@ optimizer class that does the same to the same parameter groups and state (CPUAd
 import collections
 import dataclasses
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -149,17 +149,18 @@ def run_step(double: Optimizer) -> None:
         step(double)
 
 
-def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """The state that the optimizer's first step would start from: what exists already, else what it would create.
+def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The state that the optimizer's first step would start from: what exists already, else what it would create; made parameter by parameter.
 
-    What it draws at random is drawn from PyTorch's generator, as in its own first step. Numbers in the state become float64 0-d tensors. A tensor whose first value is the first gradient itself (SGD's momentum
-    buffer with dampening) starts as NaN, which an update graph takes for "not yet there".
+    What it draws at random is drawn from PyTorch's generator, as in its own first step. Numbers in the state become float64 0-d
+    tensors. A tensor whose first value is the first gradient itself (SGD's momentum buffer with dampening) starts as NaN, which an
+    update graph takes for "not yet there".
 
     Args:
         grads: names of the parameters that have a gradient.
 
-    Returns:
-        Parameter name -> key -> tensor; what existed is returned by reference.
+    Yields:
+        Parameter name, and key -> tensor; what existed is given by reference.
 
     Raises:
         CaptureError: the state holds what is neither a tensor nor a number, or the optimizer is not supported.
@@ -168,18 +169,17 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
     absent = [member for member in found if not optimizer.state.get(member.parameter)]
     with kept_random_state():
         lazy = lazy_keys(optimizer, absent)
-    drawn_before, state = torch.get_rng_state(), {}
+    drawn_before = torch.get_rng_state()
     try:
         for member in found:
             if member not in absent:
-                state[member.name] = _tensors(optimizer, optimizer.state[member.parameter])
+                yield member.name, _tensors(optimizer, optimizer.state[member.parameter])
                 continue
             created = _created_state(optimizer, member.group, member.parameter)
-            state[member.name] = created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
-    except Exception:
+            yield member.name, created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
+    except CaptureError:
         torch.set_rng_state(drawn_before)  # PyTorch's own step draws them
         raise
-    return state
 
 
 def state_layout(optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ def state_layout(optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
     if _prepares_group(traceable_class(optimizer)):
         with fake_mode():
             return _created_state(optimizer, member.group, torch.empty_like(member.parameter, device="cpu"))
-    return _created_state(optimizer, member.group, member.parameter)
+    return _created_state(optimizer, member.group, torch.zeros_like(member.parameter, device="cpu"))  # its own memory may be on the devices alone
 
 
 def lazy_keys(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, list[str]]:
@@ -222,7 +222,8 @@ def _lazy_keys_of_toy(optimizer: Optimizer, index: int, num_dims: int) -> list[s
 
 def _created_state(optimizer: Optimizer, index: int, parameter: Tensor) -> dict[str, Tensor]:
     if _prepares_group(traceable_class(optimizer)):
-        state = _prepared(optimizer, index, parameter.detach())
+        reads_values = not is_separable(optimizer)  # torch's own look at shape and dtype alone
+        state = _prepared(optimizer, index, parameter.detach() if reads_values else torch.empty_like(parameter).detach())
     else:
         with explained(f"the optimizer {type(optimizer).__name__}"):
             _, state = _eager_step(optimizer, index, parameter.detach(), torch.zeros_like(parameter), {})

@@ -79,6 +79,7 @@ class ByPyTorch:
             ahead: a recording whose effect on buffers what runs inside has.
         """
         self.engine.settle_buffers(ahead)
+        self.engine.deferred.note_read()
         for handle in self.engine.handles.values():
             handle.refresh()
         known = self.engine.structure.is_current()  # what the loop has replaced before is adopted at the next call, not amid a recording's end

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -27,6 +28,7 @@ from graphacc.graph import Kind
 from graphacc.loop import regions
 from graphacc.loop.by_pytorch import ByPyTorch
 from graphacc.loop.choice import Choice
+from graphacc.loop.deferred import Deferred
 from graphacc.loop.decisions import Answers, Read, Recorder
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.execution import Execution
@@ -43,6 +45,8 @@ from graphacc.loop.promise import NotRecorded, Promise
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 from graphacc.runtime import ranges
+from graphacc.runtime.exchange import needed, torch_view
+from graphacc.runtime.layout import Index, whole
 
 if TYPE_CHECKING:
     pass
@@ -79,6 +83,7 @@ class Engine:
         self.options = options
         self._loop_thread = threading.get_ident()
         self._capturing: int | None = None  # the thread in which the model's own code runs
+        self.deferred = Deferred(self)
         self.handles = manage(self, model)
         self.fakes = Fakes(model, self.handles)
         self.execution = Execution(self)
@@ -344,8 +349,10 @@ class Engine:
         self.adopt_tensors()
 
     def adopt_tensors(self) -> None:
+        present = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         for handle in self.handles.values():
-            handle.refresh()
+            if not handle.frees_host or (id(handle.tensor) not in present and not handle.missing):
+                handle.refresh()
         before = self.handles
         self.handles = self.fakes.handles = manage(self, self.model, before)
         self.form += _forms(before) != _forms(self.handles)
@@ -636,10 +643,11 @@ class Engine:
         return binding
 
     def bring_home(self) -> None:
-        """Everything that the devices hold comes to the host, to be uploaded again in another layout."""
+        """What the devices hold comes to the host, to be uploaded again in another layout; not what has no memory there (`Programs.adopt` moves that)."""
         with self.lock:
             for handle in self.handles.values():
-                handle.refresh()
+                if not handle.frees_host:
+                    handle.refresh()
             for binding in self.bindings.values():
                 self.fetch_optimizer_state(binding)
                 binding.state_on_device = False
@@ -673,6 +681,7 @@ class Engine:
         """The value of a parameter or buffer where it is newest: on the host, or on the devices with its layout."""
         self.settle_buffers()
         self.programs.drain()
+        self.deferred.require([handle])
         if handle.host_is_newer or not self.programs.holds(handle.kind, handle.name):
             return handle.host_value()
         return self.programs.exact(handle.kind, handle.name)
@@ -686,6 +695,41 @@ class Engine:
         state = binding.optimizer.state
         found = {name: state[self.handles[name].tensor] for name in binding.names if self.handles[name].tensor in state}
         return {f"{name}/{key}": value for name, values in found.items() for key, value in values.items() if isinstance(value, Tensor)}
+
+    def load(self, handle: Handle, read: Callable[[Index], np.ndarray]) -> None:
+        """Replace the value of a parameter or buffer by one that is read block by block; every process reads what its devices hold."""
+        with self.lock:
+            self.before_write(handle)
+            shape, dtype = handle.form
+            if self.programs.offload is None:
+                self.programs.load_blocks(handle.kind, handle.name, shape, dtype, read)
+                handle.mark_loaded()
+            else:  # the host has the exact values
+                handle.overwrite(torch_view(read(whole(shape))))
+                handle.writes += 1
+
+    def blocks(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterable[Index]:
+        """What this process reads of a value that `load` or `load_optimizer_state` replaces."""
+        on_host = not self.programs.keeps_state if kind is Kind.STATE else self.programs.offload is not None
+        return [whole(shape)] if on_host else needed(*self.programs.layout_of(kind, target, shape, dtype))
+
+    def load_optimizer_state(self, binding: Binding, state: Mapping[str, tuple[tuple[int, ...], torch.dtype, Callable[[Index], np.ndarray]]]) -> None:
+        """Replace an optimizer's state, "<parameter>/<state>" -> shape, dtype and where it is read."""
+        with self.lock:
+            self.programs.drain()
+            on_devices = self.programs.keeps_state
+            dict.clear(binding.optimizer.state)
+            for target in [target for name in binding.names for target in self.programs.state_targets(name)] if on_devices else ():
+                if target not in state:
+                    self.programs.state.discard(Kind.STATE, target)
+            for target, (shape, dtype, read) in state.items():
+                name, _, key = target.rpartition("/")
+                if on_devices:
+                    self.programs.load_blocks(Kind.STATE, target, shape, dtype, read)
+                else:
+                    value = torch_view(read(whole(shape)))
+                    dict.setdefault(binding.optimizer.state, self.handles[name].tensor, {})[key] = value
+            binding.state_on_device, binding.copies, binding.given_out = on_devices, {}, not on_devices
 
     def restart(self, *, seed: int, counter: int, steps: int) -> None:
         """Forget what was recorded, and continue the random numbers and the count of steps from a checkpoint."""

@@ -1,5 +1,6 @@
 """Captures graphs of recordings, and runs their programs: what they read is brought to the devices before, what they changed is noted behind."""
 
+import collections
 import contextlib
 import functools
 import typing
@@ -252,25 +253,32 @@ class Execution:
 
     def upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""
-        for item in compiled.graph.inputs:
-            if item.kind not in (Kind.PARAM, Kind.BUFFER):
-                continue
-            handle = self.engine.handles.get(item.target)
+        handles, deferred = self.engine.handles, self.engine.deferred
+        read = [item for item in compiled.graph.inputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
+        deferred.flush()
+        deferred.require(handles[item.target] for item in read if item.target in handles)
+        for item in read:
+            handle = handles.get(item.target)
             if handle is not None and (handle.host_is_newer or not self.engine.programs.holds_for(item)):
                 handle.refresh()  # as the devices have it in another form
                 if compiled.kind != "update" and self.engine.by_pytorch.written_since(handle, tape):
                     raise written_too_early(handle.name)
                 self.engine.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
+                if item.codes is None:  # else the host has the only exact value
+                    handle.release()
 
     def _upload_optimizer_state(self, compiled: Compiled, binding: Binding) -> None:
         wanted = [item for item in compiled.graph.inputs if item.kind is Kind.STATE]
         missing = [item for item in wanted if not binding.state_on_device or not self.engine.programs.holds(item.kind, item.target)]
-        if missing:
-            state = init_optimizer_state(self.engine.model, binding.optimizer, sorted({item.target.rpartition("/")[0] for item in missing}))
-            for item in missing:
-                name, _, key = item.target.rpartition("/")
-                self.engine.programs.put(compiled, item.kind, item.target, state[name][key])
+        keys: dict[str, list[str]] = collections.defaultdict(list)
+        for item in missing:
+            name, _, key = item.target.rpartition("/")
+            keys[name].append(key)
+        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)):
+            for key in keys[name]:
+                self.engine.programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
+            self.engine.handles[name].let_go()
         binding.state_on_device = True
 
     def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import outside_of_transforms, storage_users, without_modes
+from graphacc._compat.torch_ import outside_of_transforms, storage_users, swap_values, without_modes
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 
@@ -48,6 +48,8 @@ class Handle:
         self.exposed = False  # the host memory can be written without the version counter noticing
         self.viewed = False  # a tensor that shares the host memory may be alive
         self.differentiated = False  # the loop has used it in autograd's own graph
+        self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
+        self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
         self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property
@@ -66,6 +68,13 @@ class Handle:
         with torch._C.DisableTorchFunctionSubclass():
             return self.tensor._version - self._refreshes + self.writes
 
+    def forget_writes(self, version: int) -> None:
+        """The writes since `version` were not the loop's."""
+        if self.kind is Kind.BUFFER:
+            self.writes = version
+        else:
+            self._refreshes += self.version - version
+
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -73,11 +82,41 @@ class Handle:
         self.exposed = self.exposed and self.has_alias
         self.host_is_stale = False
 
+    def mark_loaded(self) -> None:
+        """The devices have got a value from elsewhere."""
+        self.missing, self.exposed = False, False
+        self.writes += 1
+        self.mark_uploaded()
+        self.mark_stale()
+
     def mark_stale(self) -> None:
         """The device copy was replaced. A tensor of the loop that shares the host memory sees the new value at once."""
         self.host_is_stale = True
         if self.is_shared:
             self.refresh()
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory of the host copy back, where that is wanted: the devices have the value, or nobody has."""
+        if self.frees_host and not self.has_alias:
+            self.host_is_stale = True
+            with torch._C.DisableTorchFunctionSubclass():
+                self.tensor.data = without_memory(self.tensor)
+
+    def let_go(self) -> None:
+        """The same after something has read the host copy, if the devices have the same value."""
+        if not self.missing and not self.host_is_newer and self.uploaded_version >= 0:
+            self.release()
+
+    def allocate(self) -> None:
+        """Give a host copy that was let go of its memory again; what was missing is about to be written."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.tensor.untyped_storage().nbytes() == 0:  # also one that NumPy has seen, which PyTorch does not resize
+                self.tensor.data = torch.empty_strided(self.tensor.shape, self.tensor.stride(), dtype=self.tensor.dtype)
+        if self.missing:
+            self.missing = self.host_is_stale = False
+            self.exposed = True
 
     @property
     def is_shared(self) -> bool:
@@ -122,6 +161,12 @@ class Handle:
         """Whether ``.grad`` is a gradient that an update would use."""
         return self.grad is not SPENT and (self.grad is not None or self.host_grad is not None)
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(self.tensor.shape), self.tensor.dtype
+
     def zeros(self) -> Tensor:
         """A zero gradient."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -134,6 +179,7 @@ class Handle:
 
     def overwrite(self, value: Tensor) -> None:
         """Write the host copy; the devices get it before the next program runs."""
+        self.allocate()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.tensor.copy_(value)
         self.host_is_stale = False
@@ -144,8 +190,11 @@ class Handle:
         if not self.host_is_stale or self.engine.capturing:
             return
         with self.engine.lock:
+            if self.missing:
+                self.engine.deferred.read(self)
             if not self.host_is_stale:
                 return
+            self.allocate()
             with outside_of_transforms(), torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
                 before = self.tensor._version
                 self.tensor.copy_(self.engine.fetch(self))
@@ -232,6 +281,12 @@ _METADATA = frozenset(
         Tensor.ndim.__get__,
         Tensor.is_sparse.__get__,
         Tensor.grad_fn.__get__,
+        *(getattr(Tensor, name).__get__ for name in ("is_leaf", "retains_grad", "is_meta", "is_cpu", "is_cuda", "itemsize", "nbytes")),
+        Tensor.element_size,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.storage_offset,
+        Tensor.nelement,
         Tensor.requires_grad.__get__,
         Tensor.requires_grad_,
         Tensor.detach_,
@@ -240,6 +295,19 @@ _METADATA = frozenset(
         Tensor.numel,
     }
 )
+
+
+_LIKE = frozenset({torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like})
+"""Functions that look at shape, dtype and device alone."""
+
+_FILLING = frozenset(
+    {
+        Tensor.copy_, Tensor.fill_, Tensor.zero_, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
+        Tensor.geometric_, Tensor.bernoulli_, torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.constant_, torch.nn.init.kaiming_uniform_,
+        torch.nn.init.kaiming_normal_,
+    }
+)  # fmt: skip
+"""Functions that write all of their first argument without reading it."""
 
 
 def handle_of(tensor: object) -> Handle | None:
@@ -339,29 +407,63 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                 )
             handle = found[name] = Handle(engine, kind, name, tensor)
             handle.exposed = handles is not None
-            handle.differentiated = kind is Kind.PARAM
-            handle.differentiated = handle.accumulator_is_held
+            if tensor.is_meta:
+                _move_from_meta(name, tensor)
+                handle.missing = handle.host_is_stale = True
+                handle.frees_host = engine.programs.offload is None
+            else:
+                handle.differentiated = kind is Kind.PARAM
+                handle.differentiated = handle.accumulator_is_held
             tensor.__class__ = managed
             tensor._graphacc_handle = handle
     return found
 
 
+def _move_from_meta(name: str, tensor: Tensor) -> None:
+    """Make a tensor of the meta device one of the CPU, without memory, in place: optimizers and tied modules hold it.
+
+    Raises:
+        LoopError: something else refers to its memory.
+    """
+    try:
+        swap_values(tensor, without_memory(tensor).requires_grad_(tensor.requires_grad))
+    except RuntimeError as error:
+        raise LoopError(
+            f"{name!r} is on the meta device, and results that were computed with it refer to it ({str(error).partition(chr(10))[0]}): call graphacc.compile "
+            "before the model is used"
+        ) from error
+
+
+def without_memory(like: Tensor) -> Tensor:
+    """A CPU tensor of the same form whose memory is still to be allocated."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    made.untyped_storage().resize_(0)
+    return made
+
+
 def prepare(func, args: tuple, kwargs: dict) -> None:
     """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it gives access to."""
-    if func in _METADATA:
+    if func in _METADATA or func in _LIKE:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     exposes = func in _EXPOSING
     for leaf in pytree.tree_leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
-        if handle.kind is Kind.BUFFER:
+        making = handle.engine.deferred.making
+        if handle.kind is Kind.BUFFER and not making:
             handle.engine.settle_buffers()
+        if handle.missing and func in _FILLING and leaf is (args[0] if args else kwargs.get("tensor")):
+            handle.allocate()
         handle.refresh()
         handle.viewed = True
         writes = exposes or writes_by_name(func)
         if writes:
-            handle.engine.before_write(handle)
+            if not making:
+                handle.engine.before_write(handle)
+            handle.engine.deferred.note_write(handle)
             handle.writes += 1
+        elif torch.is_grad_enabled():
+            handle.engine.deferred.note_read()
         handle.exposed = handle.exposed or writes or handle.kind is Kind.BUFFER  # `set_` and batch_norm write without counting versions
 
 

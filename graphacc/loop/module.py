@@ -45,6 +45,10 @@ class CompiledModule(nn.Module):
 
     __call__._torchdynamo_disable = True  # a torch.compile around the model leaves its calls to the engine
 
+    def to_empty(self, *args, **kwargs):
+        """The model's own. One of the meta device stays without values: whoever writes them gives them memory, one after the other."""
+        return self if self._graphacc_engine.deferred.missing else super().to_empty(*args, **kwargs)
+
     def state_dict(self, *args, **kwargs):
         """The model's own; another thread than the loop's waits while a step is captured or runs."""
         with self._graphacc_engine.lock:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
@@ -146,6 +147,13 @@ class PipelinePrograms(Programs):
     def _kept(self, item: Input) -> Input:
         """The item under which the state keeps a value: a replica of a parameter is the parameter."""
         return dataclasses.replace(item, target=owner_of(item.target)) if item.kind is Kind.PARAM else item
+
+    def layout_of(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Input, Mesh]:
+        return self._first_layout(kind, target, shape, dtype), self.mesh
+
+    def holds_for(self, item: Input) -> bool:
+        """And on the mesh of a stage: what was uploaded before there were stages lies on all devices."""
+        return super().holds_for(item) and self.state.mesh_of(item.kind, item.target) != self.mesh
 
     def put(self, compiled: Pipelined, kind: Kind, target: str, value: Tensor) -> None:
         item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
-from graphacc.strategy.axes import FSDP, TP
+from graphacc.strategy.axes import EP, FSDP, PP, TP
 from graphacc._compat.random_state import kept_random_state
 from graphacc.costs.work import flops_by_dtype
-from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.graph import Input, Kind, MeshShard, Output, Phase, StepGraph, local_shape
 from graphacc.hlo import HloStep
 from graphacc.loop import collector
 from graphacc.loop.build import Step
@@ -24,6 +25,7 @@ from graphacc.passes.hlo.shardings import with_layouts
 from graphacc.passes.partition import PartitionReport
 from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import forced_notes, without_graphs
+from graphacc.passes.partition.zero import state_split
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
 from graphacc.passes.batch import default_batch_dims, unsplit_note
 from graphacc.passes.pipeline import build_pipeline
@@ -32,9 +34,10 @@ from graphacc.passes.stages import owner_of
 from graphacc.runtime import Program, TrainState, make_mesh, progress, ranges, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
-from graphacc.runtime.exchange import from_parts, to_codes
+from graphacc.runtime.exchange import from_blocks, from_parts, to_codes
 from graphacc.runtime.host_array import HostArray
-from graphacc.runtime.layout import Item
+from graphacc.runtime.layout import Index, Item
+from graphacc.runtime.state import relayout
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
 from graphacc.strategy.in_force import TensorDecision
@@ -117,11 +120,23 @@ class Programs:
         self.experts: frozenset[str] = frozenset()
         with kept_random_state():  # JAX's devices are made here
             self.mesh = make_mesh(strategy, select_devices(self.num_devices))
+        before: TrainState | None = getattr(self, "state", None)
         self.state = TrainState(self.mesh)
+        if before is not None:
+            self._move_from(before)
         self.offload = None if strategy.offload is None else Offload(delay=strategy.delay, delay_after=strategy.delay_after)
         self.compiled: list[Compiled] = []
         self._by_key: dict[Hashable, Compiled] = {}
         self._aspects: dict[str, dict[str, Hashable]] = {}
+
+    def _move_from(self, before: TrainState) -> None:
+        """Take over the parameters and buffers of another strategy; the rest is on the host, see `Engine.bring_home`."""
+        for kind, target in before.keys():
+            array, old = before.find(kind, target)
+            if kind in (Kind.PARAM, Kind.BUFFER) and before.codes_of(kind, target) is None:
+                item = self._first_layout(kind, target, old.shape, old.dtype)
+                self.state.set(item, relayout(array, old, item, self.mesh))
+            before.discard(kind, target)
 
     @property
     def runs_whole_steps(self) -> bool:
@@ -229,6 +244,42 @@ class Programs:
             value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
             self.state.set(item, to_device(value, item, self.mesh))
 
+    def load(self, kind: Kind, target: str, value: Tensor) -> None:
+        """Upload a parameter or buffer before a program wants it: the first one that does moves it into its layout."""
+        item = self._first_layout(kind, target, tuple(value.shape), value.dtype)
+        self._note_written(kind, target)
+        with ranges.named("graphacc.upload"):
+            self.state.set(item, to_device(value, item, self.mesh))
+
+    def load_blocks(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Index], np.ndarray]) -> None:
+        """The same with a value that is read block by block: what the devices of this process hold."""
+        item, mesh = self.layout_of(kind, target, shape, dtype)
+        self._note_written(kind, target)
+        with ranges.named("graphacc.upload"):
+            self.state.set(item, from_blocks(read, item, mesh), mesh)
+
+    def layout_of(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Input, Mesh]:
+        """The layout in which a value is to be uploaded: the one that it has, or the one that programs are likely to want."""
+        if self.state.holds(kind, target) and self.state.codes_of(kind, target) is None:
+            known = self.state.find(kind, target)[1]
+            if (known.shape, known.dtype) == (shape, dtype):
+                return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=known.shards), self.state.mesh_of(kind, target)
+        return self._first_layout(kind, target, shape, dtype), self.mesh
+
+    def _first_layout(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> Input:
+        """Sharded along the axes along which programs may shard it."""
+        shards: list[MeshShard] = []
+        for axis in (EP, TP, PP, FSDP):
+            size, local = self.mesh.shape.get(axis, 1), local_shape(shape, shards)
+            split = state_split(local, size) if size > 1 and self._is_split(kind, axis) else None
+            if split is not None and (axis == FSDP or not split.padding):
+                shards.append(MeshShard(axis=axis, size=size, dim=split.dim))
+        return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=tuple(shards))
+
+    def _is_split(self, kind: Kind, axis: str) -> bool:
+        stage = {Kind.PARAM: 3, Kind.STATE: 1}.get(kind)
+        return stage is not None and (axis != FSDP or self.strategy.zero_stage >= stage)
+
     def _note_written(self, kind: Kind, target: str) -> None:
         if kind is Kind.PARAM and self.offload is not None:
             self.offload.forget(target)
@@ -260,6 +311,11 @@ class Programs:
         """A value of the state where it is exact, and its layout."""
         found = None if self.offload is None else self.offload.find(kind, target)
         return self.state.find(kind, target) if found is None else found
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether an optimizer's state can be put on the devices before there is a program that wants it."""
+        return self.offload is None and self.strategy.pp == 1
 
     def state_targets(self, name: str) -> list[str]:
         """The targets of the optimizer's state of one parameter."""

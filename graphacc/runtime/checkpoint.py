@@ -13,36 +13,96 @@ run of several processes the directory must be on a file system that they share.
 
 import collections
 import dataclasses
+import functools
+import itertools
 import json
+import logging
 import os
 import pathlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import jax
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from graphacc.errors import CheckpointError
 from graphacc.lowering.dtypes import to_jax, to_torch
 from graphacc.runtime import checkpoint_files as files
 from graphacc.runtime.checkpoint_files import Block, Entry, Manifest, Piece, Reader, read_manifest
-from graphacc.runtime.distributed import note
-from graphacc.runtime.exchange import numpy_view, place, torch_view
-from graphacc.runtime.layout import Item, bounds, extent, pieces, sharding, stored_shape
+from graphacc.runtime.distributed import note, tell_all
+from graphacc.runtime.exchange import from_blocks, numpy_view
+from graphacc.runtime.layout import Index, Item, bounds, extent, pieces, whole
 
 T = TypeVar("T")
+
+log = logging.getLogger("graphacc")
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
 
 Saved = torch.Tensor | tuple[jax.Array, Item]
 """A tensor on the host (the same in every process), or an array on the devices with its layout."""
 
 
+class Saving:
+    """A checkpoint that is being written, or has been."""
+
+    def __init__(self, directory: pathlib.Path, finish: Callable[[], None]):
+        self.directory = directory
+        self._finish = finish
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is there; an error of the saving is raised once, here or by the next save or load."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="graphacc-checkpoint", daemon=False)  # Python waits for it at its end
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:
+            log.error("graphacc: the checkpoint %s was not saved, what was there before is: %s: %s", self.directory, type(error).__name__, error)
+            self._error = error
+
+
+_last: Saving | None = None
+"""The last save of this process that may still go on: one at a time."""
+
+
+def finish_saving() -> None:
+    """Wait for the save that goes on; raises its error, if nobody has seen it."""
+    global _last
+    saving, _last = _last, None
+    if saving is not None:
+        saving.wait()
+
+
 def save(
-    directory: str | os.PathLike, tensors: Mapping[str, Saved], metadata: Mapping, *, aliases: Mapping[str, str] | None = None
-) -> None:
+    directory: str | os.PathLike,
+    tensors: Mapping[str, Saved],
+    metadata: Mapping,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    asynchronous: bool = False,
+    staging_bytes: int | None = None,
+) -> Saving:
     """Write a checkpoint, at once or not at all; every process of the run calls this.
 
     Args:
@@ -50,22 +110,46 @@ def save(
         tensors: by name; a tied tensor once.
         metadata: anything that JSON can hold.
         aliases: the other names of tied tensors -> the name in `tensors`; loading knows both.
+        asynchronous: returns when this process's blocks are copied to the host; a thread writes them, and makes the checkpoint when all processes have.
+        staging_bytes: of those copies at most; what is more is written before this returns, if not yet on disk for certain. None: no bound.
 
     Raises:
         CheckpointError: the directory holds something else, or the metadata is no JSON: nothing is written then. Or another process
             failed; the message is its error.
         OSError: the disk is full or gone; the checkpoint that was there before is untouched.
     """
+    global _last
+    finish_saving()
     directory = pathlib.Path(directory)
     metadata, blocks = _together(lambda: _checked(directory, tensors, metadata))
     token = _shared_token()
     path = directory / f"data-{token}-{jax.process_index():05d}.safetensors"
+    forms = {name: (tuple(like.shape), like.dtype) for name, value in tensors.items() for like in [value if isinstance(value, torch.Tensor) else value[1]]}
+    pieces: list[tuple[str, Piece]] = []
+    writing = files.write_blocks(path, blocks)
     try:
-        written = _together(lambda: _write(directory, token, path, blocks))
-        _together(lambda: _commit(directory, token, tensors, written, metadata, dict(aliases or {})))
+        if asynchronous:
+            _together(lambda: _stage(blocks, writing, pieces, sum(block.size_bytes for block in blocks) if staging_bytes is None else staging_bytes))
     except BaseException:
         _discard(directory, path)
         raise
+    del tensors
+
+    def finish() -> None:
+        try:
+            _together(lambda: _write(directory, token, writing, pieces), f"{token}/data")
+            _together(lambda: _commit(directory, token, forms, pieces, metadata, dict(aliases or {})), f"{token}/manifest")
+        except BaseException:
+            _discard(directory, path)
+            raise
+
+    saving = Saving(directory, finish)
+    if asynchronous:
+        _last = saving
+        saving._start()
+    else:
+        finish()
+    return saving
 
 
 def load(
@@ -82,15 +166,30 @@ def load(
             unexpected names and all unequal shapes and dtypes are listed.
     """
     reader = _open(directory, {name: (item.shape, item.dtype) for name, item in wanted.items()}, ignore_extra)
-    return {name: _load_one(reader, name, item, mesh) for name, item in wanted.items()}
+    return {name: from_blocks(functools.partial(reader.read, name), item, mesh) for name, item in wanted.items()}
 
 
-def load_host(
-    directory: str | os.PathLike, wanted: Mapping[str, torch.Tensor], *, ignore_extra: Sequence[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Read whole tensors to the host; `wanted` gives their shapes and dtypes (meta tensors will do). Otherwise as `load`."""
-    reader = _open(directory, {name: (tuple(value.shape), value.dtype) for name, value in wanted.items()}, ignore_extra)
-    return {name: torch_view(reader.read(name, _whole(value.shape))) for name, value in wanted.items()}
+def open_checked(
+    directory: str | os.PathLike, wanted: Mapping[str, tuple[Form, Iterable[Index]]], *, ignore_extra: Sequence[str] = ()
+) -> Reader:
+    """A reader of a checkpoint of which everything that this process is about to read has been found to be whole; every process of the run calls this.
+
+    Args:
+        wanted: name -> shape and dtype, and the blocks that are going to be read; otherwise as `load`.
+
+    Raises:
+        CheckpointError: as `load`, also where it is another process that has found damage.
+    """
+
+    def check() -> Reader:
+        reader = _open(directory, {name: form for name, (form, _) in wanted.items()}, ignore_extra)
+        for name, (_, blocks) in wanted.items():
+            for block in blocks:
+                reader.check(name, block)
+        return reader
+
+    finish_saving()
+    return _together(check, verb="load")
 
 
 def read_metadata(directory: str | os.PathLike) -> dict:
@@ -110,13 +209,16 @@ def read_index(directory: str | os.PathLike) -> dict[str, tuple[tuple[int, ...],
 
 # ---- saving
 
-_MESSAGE_BYTES = 1000
+_meetings = itertools.count()
 
 
-def _together(action: Callable[[], T]) -> T:
+def _together(action: Callable[[], T], meeting: str = "", verb: str = "save") -> T:
     """Do a part of the work; where it fails in one process, it raises in all, so that none waits for one that will not come.
 
     Processes leave this function only when all have done their part.
+
+    Args:
+        meeting: a name of its own, where another thread than the loop's calls this.
     """
     if jax.process_count() == 1:
         return action()
@@ -125,14 +227,15 @@ def _together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         failure = error
-    note("ends a part of saving a checkpoint")
-    text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
-    messages = multihost_utils.process_allgather(np.frombuffer(text.ljust(_MESSAGE_BYTES, b"\0"), np.uint8))
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    if not meeting:
+        note("ends a part of saving a checkpoint" if verb == "save" else "ends the check of a checkpoint")
+    messages = tell_all(f"checkpoint/{meeting or next(_meetings)}", text)
     if failure is not None:
         raise failure
     for rank, message in enumerate(messages):
-        if message.any():
-            raise CheckpointError(f"process {rank} could not save its part: {message.tobytes().rstrip(bytes(1)).decode(errors='replace')}")
+        if message:
+            raise CheckpointError(f"process {rank} could not {verb} its part: {message}")
     return result
 
 
@@ -141,21 +244,31 @@ def _checked(directory: pathlib.Path, tensors: Mapping[str, Saved], metadata: Ma
     plain = _plain(metadata)
     blocks = [block for name, value in tensors.items() for block in _blocks(name, value)]
     _prepare(directory)
-    return plain, blocks
+    return plain, files.in_order(blocks)
 
 
-def _write(directory: pathlib.Path, token: str, path: pathlib.Path, blocks: list[Block]) -> list[tuple[str, Piece]]:
+def _stage(blocks: list[Block], writing: Iterator[tuple[str, Piece]], pieces: list[tuple[str, Piece]], size_bytes: int) -> None:
+    """Write the first blocks, and copy the others, of at most `size_bytes`, so that the arrays may change."""
+    left = sum(block.size_bytes for block in blocks)
+    while left > size_bytes:
+        left -= blocks[len(pieces)].size_bytes
+        pieces.append(next(writing))
+    for i in range(len(pieces), len(blocks)):
+        copied = np.array(blocks[i].fetch(), order="C")
+        blocks[i] = dataclasses.replace(blocks[i], fetch=lambda copied=copied: copied)
+
+
+def _write(directory: pathlib.Path, token: str, writing: Iterator[tuple[str, Piece]], pieces: list[tuple[str, Piece]]) -> None:
     """Write this process's data; in a run of several also the list of its pieces, for process 0."""
-    written = list(files.write_blocks(path, blocks))
+    pieces.extend(writing)
     if jax.process_count() > 1:
         with open(directory / f"pieces-{token}-{jax.process_index():05d}.json", "w", encoding="utf-8") as file:
-            json.dump([(name, dataclasses.asdict(piece)) for name, piece in written], file)
+            json.dump([(name, dataclasses.asdict(piece)) for name, piece in pieces], file)
             files.flush(file)
-    return written
 
 
 def _commit(
-    directory: pathlib.Path, token: str, tensors: Mapping[str, Saved], written: list[tuple[str, Piece]], metadata: dict, aliases: dict
+    directory: pathlib.Path, token: str, tensors: Mapping[str, Form], written: list[tuple[str, Piece]], metadata: dict, aliases: dict
 ) -> None:
     """Process 0 makes what all have written the checkpoint."""
     if jax.process_index() != 0:
@@ -205,16 +318,16 @@ def _blocks(name: str, value: Saved) -> list[Block]:
     """The blocks of a tensor that this process writes."""
     if isinstance(value, torch.Tensor):
         shape, dtype = tuple(value.shape), _saved_dtype(name, value.dtype)
-        return [Block(name, dtype, _whole(shape), True, lambda: numpy_view(value))] if jax.process_index() == 0 else []
+        return [Block(name, dtype, whole(shape), True, lambda: numpy_view(value))] if jax.process_index() == 0 else []
     array, item = value
     blocks = []
     for shard in array.addressable_shards:
         if shard.replica_id != 0:
             continue
         for here, there in pieces(bounds(shard.index, array.shape), item):
-            whole = extent(there) == item.shape
+            is_whole = extent(there) == item.shape
             read = lambda data=shard.data, here=here: np.asarray(data)[here]  # noqa: E731  (the file is written later)
-            blocks.append(Block(name, _saved_dtype(name, item.dtype), there, whole, read))
+            blocks.append(Block(name, _saved_dtype(name, item.dtype), there, is_whole, read))
     return blocks
 
 
@@ -235,15 +348,14 @@ def _gathered(directory: pathlib.Path, token: str) -> list[tuple[str, Piece]]:
 
 
 def _manifest(
-    directory: pathlib.Path, tensors: Mapping[str, Saved], pieces: list[tuple[str, Piece]], metadata: dict, aliases: dict
+    directory: pathlib.Path, tensors: Mapping[str, Form], pieces: list[tuple[str, Piece]], metadata: dict, aliases: dict
 ) -> Manifest:
     by_name: dict[str, list[Piece]] = collections.defaultdict(list)
     for name, piece in pieces:
         by_name[name].append(piece)
     entries = {}
-    for name, value in tensors.items():
-        like = value if isinstance(value, torch.Tensor) else value[1]
-        entries[name] = Entry(shape=tuple(like.shape), dtype=files.NAMES[to_jax(like.dtype)], pieces=tuple(by_name[name]))
+    for name, (shape, dtype) in tensors.items():
+        entries[name] = Entry(shape=shape, dtype=files.NAMES[to_jax(dtype)], pieces=tuple(by_name[name]))
     names = sorted({piece.file for _, piece in pieces})
     return Manifest(
         tensors=entries, aliases=aliases, files={name: (directory / name).stat().st_size for name in names}, metadata=metadata
@@ -252,10 +364,8 @@ def _manifest(
 
 def _shared_token() -> str:
     """A name for this save, fresh and the same in every process."""
-    number = secrets.randbits(31)
-    if jax.process_count() > 1:
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    return f"{number:08x}"
+    token = f"{secrets.randbits(31):08x}"
+    return token if jax.process_count() == 1 else tell_all(f"checkpoint/{next(_meetings)}", token)[0]
 
 
 # ---- loading
@@ -300,31 +410,3 @@ def _other_model(directory: pathlib.Path, problems: list[str], shown: int = 40) 
         "Build the model and the optimizer with the settings that the checkpoint was saved with, or load another checkpoint."
     )
     return "\n".join(lines)
-
-
-def _load_one(reader: Reader, name: str, item: Item, mesh: Mesh) -> jax.Array:
-    padded = stored_shape(item)
-    known: dict[tuple, np.ndarray] = {}
-
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        outer = bounds(index, padded)
-        key = tuple((part.start, part.stop) for part in outer)
-        if key not in known:
-            known[key] = _padded_block(reader, name, item, outer)
-        return known[key]
-
-    return place(padded, to_jax(item.dtype), sharding(item, mesh), block, copy=True)
-
-
-def _padded_block(reader: Reader, name: str, item: Item, outer: tuple[slice, ...]) -> np.ndarray:
-    parts = [(here, reader.read(name, there)) for here, there in pieces(outer, item)]
-    if len(parts) == 1 and parts[0][1].shape == extent(outer):
-        return parts[0][1]
-    result = np.zeros(extent(outer), to_jax(item.dtype))
-    for here, values in parts:
-        result[here] = values
-    return result
-
-
-def _whole(shape: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in shape)

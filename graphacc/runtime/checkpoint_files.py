@@ -106,8 +106,11 @@ class Block:
 
 
 def write_blocks(path: pathlib.Path, blocks: Sequence[Block]) -> Iterator[tuple[str, Piece]]:
-    """Write a safetensors file, one block at a time, and give each block's tensor name and piece; flushed to disk at the end."""
-    blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)  # keeps every block aligned to its items
+    """Write a safetensors file, one block at a time, and give each block's tensor name and piece; flushed to disk at the end.
+
+    Args:
+        blocks: `in_order`; one that has not been written yet may be exchanged for one with the same values meanwhile.
+    """
     header = _header(blocks)
     with open(path, "xb") as file:
         file.write(header)
@@ -125,6 +128,11 @@ def write_blocks(path: pathlib.Path, blocks: Sequence[Block]) -> Iterator[tuple[
             file.write(raw)
             yield block.name, piece
         flush(file)
+
+
+def in_order(blocks: Iterable[Block]) -> list[Block]:
+    """The order of blocks in a file, which keeps every one aligned to its items."""
+    return sorted(blocks, key=lambda block: -block.dtype.itemsize)
 
 
 def _header(blocks: Sequence[Block]) -> bytes:
@@ -272,6 +280,13 @@ class Reader:
                 "use another checkpoint"
             )
         return result
+
+    def check(self, name: str, index: Index) -> None:
+        """Find damage in the pieces from which a block is read, before anything is changed; raises as `read`."""
+        entry = self.entry(name)
+        for piece in entry.pieces:
+            if _intersect(piece.index, index) is not None:
+                self._values(name, entry, piece)
 
     def _values(self, name: str, entry: Entry, piece: Piece) -> np.ndarray:
         path, dtype = self.directory / piece.file, DTYPES[entry.dtype]

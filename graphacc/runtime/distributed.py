@@ -15,7 +15,14 @@ from collections.abc import Callable, Mapping
 import jax
 from torch.distributed import TCPStore
 
-from graphacc._compat.jax_ import backend_started, distributed_service, slurm_step
+from graphacc._compat.jax_ import (
+    DistributedService,
+    KeyNotThere,
+    backend_started,
+    distributed_service,
+    read_key,
+    slurm_step,
+)
 from graphacc.errors import DistributedError
 from graphacc.runtime import agreement
 from graphacc.runtime.watchdog import DEFAULT_TIMEOUT, Watchdog
@@ -140,6 +147,21 @@ def share(make: Callable[[], str]) -> str:
     if _watchdog is None:
         return make()
     return agreement.share(distributed_service(), _watchdog.note("shares a choice of process 0"), make, _watchdog.timeout)
+
+
+def tell_all(name: str, text: str) -> list[str]:
+    """What every process of the run says under a name that is used once, in their order; waits for all. Any thread may call it, as no device takes part."""
+    service = distributed_service()
+    service.client.key_value_set(f"graphacc/told/{name}/{service.process_id}", f"={text}")
+    return [_heard(service, f"graphacc/told/{name}/{rank}") for rank in range(service.num_processes)]
+
+
+def _heard(service: DistributedService, key: str) -> str:
+    while True:
+        try:
+            return read_key(service, key, 10)[1:]
+        except KeyNotThere:
+            continue  # a process that has died is the watchdog's
 
 
 def detect(

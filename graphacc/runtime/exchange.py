@@ -9,7 +9,7 @@ caller promises that nobody writes. Padding is added on the host; nothing is com
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from graphacc._compat.jax_ import x64
 from graphacc.errors import GraphError
 from graphacc.graph import Codes
 from graphacc.runtime.distributed import note, process_count, process_index
-from graphacc.runtime.layout import Item, bounds, orders, pieces, sharding, stored_shape
+from graphacc.runtime.layout import Index, Item, bounds, dtype_of, extent, orders, pieces, sharding, stored_shape
 from graphacc.runtime.reference import block as part_of
 from graphacc.runtime.reference import coordinates
 from graphacc.runtime.transfer import processes_of, settle
@@ -120,6 +120,42 @@ def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block:
         if layout.mesh.devices.flat[0].platform == "cpu":
             array = jax.device_put(array, layout, may_alias=False)
     return array.block_until_ready()
+
+
+def from_blocks(read: Callable[[Index], np.ndarray], item: Item, mesh: Mesh) -> jax.Array:
+    """The array of `item` from blocks of the tensor, each of which is read once, for the devices of this process alone.
+
+    Args:
+        read: gives a block of the tensor, without padding, in memory of its own.
+    """
+    padded, known = stored_shape(item), {}
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        outer = bounds(index, padded)
+        key = tuple((part.start, part.stop) for part in outer)
+        if key not in known:
+            known[key] = _padded_block(read, item, outer)
+        return known[key]
+
+    return place(padded, dtype_of(item), sharding(item, mesh), block, copy=True)
+
+
+def _padded_block(read: Callable[[Index], np.ndarray], item: Item, outer: Index) -> np.ndarray:
+    parts = [(here, read(there)) for here, there in pieces(outer, item)]
+    if len(parts) == 1 and parts[0][1].shape == extent(outer):
+        return parts[0][1]
+    result = np.zeros(extent(outer), dtype_of(item))
+    for here, values in parts:
+        result[here] = values
+    return result
+
+
+def needed(item: Item, mesh: Mesh) -> Iterator[Index]:
+    """The blocks of the tensor that `from_blocks` reads in this process."""
+    padded = stored_shape(item)
+    indices = sharding(item, mesh).addressable_devices_indices_map(padded).values()
+    for outer in {tuple((part.start, part.stop) for part in bounds(index, padded)) for index in indices if index is not None}:
+        yield from (there for _, there in pieces(tuple(slice(*part) for part in outer), item))
 
 
 def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor:

@@ -8,9 +8,10 @@ zeros at its end. Along most dims that is the tensor itself, with zeros behind i
 import collections
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from graphacc.graph import Input, MeshShard, Output, padded_shape
@@ -45,8 +46,12 @@ def stored_shape(item: Item) -> tuple[int, ...]:
     return padded_shape(item.shape, item.shards)
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return to_jax(dtype)
+
+
 def dtype_of(item: Item) -> np.dtype:
-    return to_jax(item.dtype)
+    return numpy_dtype(item.dtype)
 
 
 def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
@@ -99,6 +104,11 @@ def orders(item: Item) -> dict[int, np.ndarray]:
         if order is not None:
             found[dim] = order
     return found
+
+
+def whole(shape: Iterable[int]) -> Index:
+    """The index of all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
 
 
 def pieces(index: Index, item: Item) -> Iterator[tuple[Index, Index]]:

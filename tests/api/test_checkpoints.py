@@ -1,6 +1,7 @@
 """Checkpoints continue exactly, under any strategy and device count."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tolerances import relative_error
 from training import adamw, batches_of, captured_once, compiled
 
 import graphacc
+from graphacc.runtime import checkpoint_files
 
 
 def run(model, optimizer, batches) -> list[float]:
@@ -122,3 +124,21 @@ def test_parameters_that_are_grouped_otherwise(tmp_path):
     other = torch.optim.SGD([dict(params=trained[:1]), dict(params=trained[1:])], lr=1.0, momentum=0.9)
     with pytest.raises(graphacc.CheckpointError, match=r"holds just the parameters of group 0 of this one \(unused\): make the groups as"):
         graphacc.load_checkpoint(tmp_path / "c", model, other)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    release, original = threading.Event(), checkpoint_files.flush
+    monkeypatch.setattr(checkpoint_files, "flush", lambda file: (release.wait(60), original(file)))
+    model = compiled(zoo.MODELS["tied_mlp"]()[0], "fsdp=2")
+    optimizer = adamw(model)
+    batches = batches_of("tied_mlp", 4)
+    run(model, optimizer, batches[:2])
+    saving = graphacc.save_checkpoint(tmp_path / "c", model, optimizer, asynchronous=True, staging_mb=0.01)
+    expected = run(model, optimizer, batches[2:])
+    assert not saving.done
+    release.set()
+    other = compiled(zoo.MODELS["tied_mlp"](8, 5)[0], None)
+    optimizer = adamw(other)
+    graphacc.load_checkpoint(tmp_path / "c", other, optimizer)
+    assert saving.done
+    assert relative_error(torch.tensor(run(other, optimizer, batches[2:])), torch.tensor(expected)) < 1e-5

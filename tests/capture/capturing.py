@@ -77,7 +77,7 @@ class Session:
         grads = [out.target for out in joint.outputs if out.kind is Kind.GRAD]
         self.step = stitch(joint, capture_update(self.model, self.optimizer, grads))
         self.values = model_values(self.model, self.step)
-        for name, state in init_optimizer_state(self.model, self.optimizer, grads).items():
+        for name, state in init_optimizer_state(self.model, self.optimizer, grads):
             self.values |= {(Kind.STATE, f"{name}/{entry}"): value for entry, value in state.items()}
         self.counter = 0
 

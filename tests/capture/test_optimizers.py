@@ -118,7 +118,7 @@ class Trainer:
         self.model, self.optimizer, self.dynamic = model, optimizer, options.get("dynamic", ())
         self.step = capture_update(model, optimizer, NAMES, **options)
         self.values = {(Kind.PARAM, name): p.detach().clone() for name, p in model.named_parameters()}
-        for name, state in init_optimizer_state(model, optimizer, NAMES).items():
+        for name, state in init_optimizer_state(model, optimizer, NAMES):
             self.values |= {(Kind.STATE, f"{name}/{key}"): value for key, value in state.items()}
 
     def run(self, grads, extras=None):

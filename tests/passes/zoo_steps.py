@@ -51,7 +51,7 @@ def build(model: nn.Module, batch: dict, make_optimizer: Callable = zoo.adamw, t
     update = capture_update(model, optimizer, grads, transform=transform)
     values = _model_values(model, batch)
     generator = torch.Generator().manual_seed(5)
-    for name, entries in init_optimizer_state(model, optimizer, grads).items():
+    for name, entries in init_optimizer_state(model, optimizer, grads):
         for key, x in entries.items():
             filled = torch.rand(x.shape, generator=generator).to(x) * 1e-2 if x.dim() else torch.ones_like(x)
             values[Kind.STATE, f"{name}/{key}"] = filled

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,6 +23,8 @@ import graphacc
 from graphacc.errors import CheckpointError
 from graphacc.graph import Kind
 from graphacc.runtime import checkpoint, checkpoint_files, make_mesh, select_devices, to_device, to_torch
+from graphacc.runtime.exchange import torch_view
+from graphacc.runtime.layout import whole
 from graphacc.strategy import Strategy
 
 ROOT = str(pathlib.Path(graphacc.__file__).parent.parent)
@@ -38,6 +42,12 @@ TENSORS = {
     "complex": torch.randn(4, dtype=torch.complex64, generator=_fixed),
     "float8": torch.randn(16, generator=_fixed).to(torch.float8_e4m3fn),
 }
+
+
+def load_host(directory, wanted, **options) -> dict:
+    """Whole tensors, as `wanted` describes them."""
+    reader = checkpoint.open_checked(directory, {name: ((tuple(x.shape), x.dtype), [whole(x.shape)]) for name, x in wanted.items()}, **options)
+    return {name: torch_view(reader.read(name, whole(x.shape))) for name, x in wanted.items()}
 
 
 def mesh_of(strategy):
@@ -111,7 +121,7 @@ def test_interleaved_blocks_are_saved_and_loaded_in_the_tensors_order(tmp_path):
 def test_host_tensors_and_loading_to_the_host(tmp_path):
     arrays = on_devices(Strategy(fsdp=8))
     checkpoint.save(tmp_path, {**arrays, "weight": TENSORS["weight"].t().contiguous().t()}, {})
-    loaded = checkpoint.load_host(tmp_path, {name: tensor.to("meta") for name, tensor in TENSORS.items()})
+    loaded = load_host(tmp_path, {name: tensor.to("meta") for name, tensor in TENSORS.items()})
     for name, tensor in TENSORS.items():
         assert same(loaded[name], tensor)
         loaded[name].zero_()  # memory of its own
@@ -147,7 +157,82 @@ def test_tied_tensors_are_written_once_and_known_by_both_names(tmp_path):
     tensor = torch.randn(4, 2)
     checkpoint.save(tmp_path, {"wte": tensor}, {}, aliases={"lm_head": "wte"})
     assert list(checkpoint.read_index(tmp_path)) == ["wte"]
-    assert same(checkpoint.load_host(tmp_path, {"lm_head": tensor})["lm_head"], tensor)
+    assert same(load_host(tmp_path, {"lm_head": tensor})["lm_head"], tensor)
+
+
+# ---- asynchronous
+
+
+class SlowDisk:
+    """Nothing is on it for certain before somebody lets it go on."""
+
+    def __init__(self, monkeypatch, fails: bool = False):
+        self.go_on, self.reached = threading.Event(), threading.Event()
+        original = checkpoint_files.flush
+
+        def flush(file):
+            self.reached.set()
+            assert self.go_on.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            original(file)
+
+        monkeypatch.setattr(checkpoint_files, "flush", flush)
+
+
+@pytest.mark.parametrize("staging", [None, 20_000, 0])
+def test_a_save_goes_on_beside_its_caller_with_the_values_of_its_time(tmp_path, monkeypatch, staging):
+    checkpoint.save(tmp_path, versioned(1), {"version": 1})
+    disk, copied = SlowDisk(monkeypatch), []
+    original = np.array
+    monkeypatch.setattr(checkpoint.np, "array", lambda value, **options: copied.append(value.nbytes) or original(value, **options))
+    tensors = versioned(2)
+    saving = checkpoint.save(tmp_path, tensors, {"version": 2}, asynchronous=True, staging_bytes=staging)
+    assert sum(copied) == {None: 4 * 64 * 33 * 4, 20_000: 2 * 64 * 33 * 4, 0: 0}[staging]
+    for tensor in tensors.values():
+        tensor.fill_(7.0)  # the next step
+    assert disk.reached.wait(60) and not saving.done
+    assert checkpoint.read_metadata(tmp_path) == {"version": 1}
+    disk.go_on.set()
+    saving.wait()
+    assert saving.done and loaded_version(tmp_path) == 2 and len(data_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("seen_by", ["wait", "save", "load"])
+def test_what_fails_in_the_background_is_raised_once_and_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog, seen_by):
+    checkpoint.save(tmp_path, versioned(1), {"version": 1})
+    with monkeypatch.context() as patch:
+        disk = SlowDisk(patch, fails=True)
+        saving = checkpoint.save(tmp_path, versioned(2), {"version": 2}, asynchronous=True)
+        disk.go_on.set()
+        with pytest.raises(OSError, match="No space left"):
+            {"wait": saving.wait, "save": lambda: checkpoint.save(tmp_path, versioned(3), {}), "load": lambda: loaded_version(tmp_path)}[seen_by]()
+    assert "was not saved, what was there before is" in caplog.text
+    assert loaded_version(tmp_path) == 1 and len(data_files(tmp_path)) == 1
+    checkpoint.save(tmp_path, versioned(3), {"version": 3})
+    assert loaded_version(tmp_path) == 3
+
+
+BACKGROUND = """
+import sys, time, torch
+from graphacc.runtime import checkpoint, checkpoint_files
+value = lambda version: {name: torch.full((64, 33), float(version)) for name in "abcd"}
+checkpoint.save(sys.argv[1], value(1), {"version": 1})
+flush, seconds = checkpoint_files.flush, float(sys.argv[2])
+checkpoint_files.flush = lambda file: (print("writing", flush=True), time.sleep(seconds), flush(file))
+checkpoint.save(sys.argv[1], value(2), {"version": 2}, asynchronous=True)
+"""
+
+
+def test_the_end_of_python_waits_for_a_save_and_a_kill_leaves_the_old_checkpoint(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    for directory, seconds, expected in ((tmp_path / "ended", "0.5", 2), (tmp_path / "killed", "60", 1)):
+        process = subprocess.Popen([sys.executable, "-c", BACKGROUND, str(directory), seconds], stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout.readline() == "writing\n"
+        if expected == 1:
+            process.kill()
+        process.communicate(timeout=60)
+        assert loaded_version(directory) == expected
 
 
 # ---- atomic
@@ -159,7 +244,7 @@ def versioned(version: int) -> dict[str, torch.Tensor]:
 
 def loaded_version(directory) -> int:
     """The version of a checkpoint, all of whose parts must be of one version."""
-    tensors = checkpoint.load_host(directory, versioned(0))
+    tensors = load_host(directory, versioned(0))
     version = checkpoint.read_metadata(directory)["version"]
     assert all(torch.equal(tensor, torch.full((64, 33), float(version))) for tensor in tensors.values())
     return version
@@ -288,7 +373,7 @@ def test_a_missing_directory(tmp_path):
 
 def test_an_empty_directory(tmp_path):
     with pytest.raises(CheckpointError, match="has no manifest.json"):
-        checkpoint.load_host(tmp_path, {})
+        load_host(tmp_path, {})
 
 
 def test_a_first_save_that_was_interrupted(saved):
@@ -315,7 +400,7 @@ def test_a_first_save_that_was_interrupted(saved):
 def test_a_damaged_manifest(saved, change, message):
     damage(saved / "manifest.json", change)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load_host(saved, versioned(0))
+        load_host(saved, versioned(0))
 
 
 def test_a_truncated_data_file(saved):
@@ -329,14 +414,14 @@ def test_a_missing_data_file(saved):
     (path,) = saved.glob("*.safetensors")
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{path.name} is missing"):
-        checkpoint.load_host(saved, versioned(0))
+        load_host(saved, versioned(0))
 
 
 def test_a_changed_data_file(saved):
     (path,) = saved.glob("*.safetensors")
     damage(path, flip_last_byte)
     with pytest.raises(CheckpointError, match="does not have the checksum of 'd' that the manifest states"):
-        checkpoint.load_host(saved, versioned(0))
+        load_host(saved, versioned(0))
     with pytest.raises(CheckpointError, match="checksum of 'd'"):
         checkpoint.load(saved, items_for(Strategy(fsdp=8), versioned(0)), mesh_of(Strategy(fsdp=8)))
 
@@ -344,7 +429,7 @@ def test_a_changed_data_file(saved):
 def test_another_model_lists_every_difference(saved):
     wanted = {"a": torch.zeros(64, 33), "b": torch.zeros(33, 64), "c": torch.zeros(64, 33).half(), "e": torch.zeros(2)}
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.load_host(saved, wanted)
+        load_host(saved, wanted)
     assert str(raised.value).splitlines()[1:-1] == [
         "  different: b is torch.float32[64, 33] in the checkpoint, torch.float32[33, 64] here",
         "  different: c is torch.float32[64, 33] in the checkpoint, torch.float16[64, 33] here",
@@ -356,7 +441,7 @@ def test_another_model_lists_every_difference(saved):
 
 def test_names_that_are_not_wanted_can_be_ignored(tmp_path):
     checkpoint.save(tmp_path, {"model/w": torch.ones(2), "optimizer/w/m": torch.ones(2)}, {})
-    assert list(checkpoint.load_host(tmp_path, {"model/w": torch.ones(2)}, ignore_extra=("optimizer/",))) == ["model/w"]
+    assert list(load_host(tmp_path, {"model/w": torch.ones(2)}, ignore_extra=("optimizer/",))) == ["model/w"]
 
 
 def test_what_cannot_be_saved_is_refused_before_writing(tmp_path):
@@ -422,5 +507,5 @@ def test_two_processes_save_together_and_one_loads(tmp_path):
 def test_zero_size_and_scalar_blocks_read_as_saved(tmp_path):
     tensors = {"none": torch.zeros(3, 0), "scalar": torch.tensor(5, dtype=torch.int16)}
     checkpoint.save(tmp_path, tensors, {})
-    loaded = checkpoint.load_host(tmp_path, tensors)
+    loaded = load_host(tmp_path, tensors)
     assert all(same(loaded[name], tensors[name]) for name in tensors)
