@@ -1,10 +1,11 @@
 """Static addresses: `solve_addresses` against XLA's best fit and, where it is installed, MiniMalloc.
 
     python benchmarks/plan_addresses.py [FOLDER] [--seconds 10] [--large-seconds 60] [--threads 2]
-                                        [--minimalloc PROGRAM] [--json FILE]
+                                        [--minimalloc PROGRAM] [--json FILE] [--generate FAMILY SEEDS]
 
 FOLDER holds CSV files in MiniMalloc's format, which may be packed by xz (default: tests/memory/instances); a number before
 `.csv` is the capacity to decide, without one the height is minimised. Heights are relative to the lower bound.
+--generate takes random instances in MiniMalloc's families (`address_families.py`) instead: the seeds are one number, or FIRST:END.
 "Wall" and "cpu" are seconds of the whole solve; on a machine with other work cpu says more. MiniMalloc has the same time.
 """
 
@@ -18,6 +19,9 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+
+from address_families import FAMILIES, generate
 
 from graphacc.passes.memory.addresses import best_fit, solve_addresses
 from graphacc.passes.memory.csvfile import read_problem, write_solution
@@ -77,6 +81,7 @@ def relative(height: int | None, bound: int) -> str:
 
 
 def measure(path: pathlib.Path, options: argparse.Namespace) -> dict:
+    """One row."""
     problem = read_problem(path, capacity=capacity_of(path))
     seconds = options.large_seconds if len(problem.buffers) > LARGE else options.seconds
     row = {"instance": path.name, "buffers": len(problem.buffers), "capacity": problem.capacity}
@@ -97,6 +102,25 @@ def show(row: dict) -> str:
     )
 
 
+def _files(options: argparse.Namespace, folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The instances; those that are generated or unpacked are written to `folder`."""
+    if options.generate:
+        family, seeds = options.generate
+        first, _, end = seeds.partition(":")
+        for seed in range(int(first), int(end) if end else int(first) + 1):
+            problem = generate(family, seed)
+            path = folder / f"{family}-{seed}.{problem.capacity}.csv"
+            write_solution(path, problem, [""] * len(problem.buffers))
+            yield path
+        return
+    for path in sorted(options.folder.glob("*.csv*")):
+        if path.suffix == ".xz":
+            plain = folder / path.stem
+            plain.write_bytes(lzma.decompress(path.read_bytes()))
+            path = plain
+        yield path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=pathlib.Path, default=ROOT / "tests" / "memory" / "instances")
@@ -105,6 +129,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minimalloc", help="MiniMalloc's program")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--generate", nargs=2, metavar=("FAMILY", "SEEDS"), help="; ".join(f"{name}: {what}" for name, what in FAMILIES.items()))
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(f"{machine}, {options.threads} threads, {time.strftime('%Y-%m-%d')}")
@@ -112,18 +137,15 @@ def main() -> None:
     print(f"height / lower bound       |  best fit       s |   planned    wall     cpu{peer}")
     rows = []
     with tempfile.TemporaryDirectory() as unpacked:
-        for path in sorted(options.folder.glob("*.csv*")):
-            if path.suffix == ".xz":
-                plain = pathlib.Path(unpacked) / path.stem
-                plain.write_bytes(lzma.decompress(path.read_bytes()))
-                path = plain
+        for path in _files(options, pathlib.Path(unpacked)):
             rows.append(measure(path, options))
             print(show(rows[-1]), flush=True)
     decided = [row["ours"]["wall"] for row in rows if row["capacity"]]
     if decided:
         fitted = sum(row["ours"]["height"] > 0 for row in rows if row["capacity"])
+        cpu = [row["ours"]["cpu"] for row in rows if row["capacity"]]
         times = f"{statistics.mean(decided):.2f} s on average, {max(decided):.2f} s at most"
-        print(f"{fitted} of {len(decided)} fit their capacity; {times}")
+        print(f"{fitted} of {len(decided)} fit their capacity; {times}; cpu {statistics.mean(cpu):.2f} and {max(cpu):.2f} s")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

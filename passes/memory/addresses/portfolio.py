@@ -3,6 +3,7 @@
 No tie order is good for all problems, and how long a search takes with one is heavy-tailed. So many short attempts are
 made: depth-first searches under perturbed orders, their node limits by Luby's sequence ("Optimal speedup of Las Vegas
 algorithms", 1993), and beams that grow wider. Both kinds get the same share of the time: each finds what the other does not.
+What they have not decided after a moment goes to CP-SAT as well (`cp_sat`), for half of the time, which is one of two threads.
 """
 
 import concurrent.futures
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from graphacc.passes.memory.addresses import native
+from graphacc.passes.memory.addresses import cp_sat, native
 from graphacc.passes.memory.addresses.native import Outcome, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import Packing
@@ -25,6 +26,9 @@ SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 BEAM_WIDTH, BEAM_GROWTH = 30, 3
 MAX_BEAM_CELLS = 2_000_000  # width * items; a cell costs about 70 bytes
 BIASES = (0.01, 1.0)
+LUBY_CONFLICTS = 60
+CP_SAT_ORDERS = (4, 0, 5, 3)  # of `static_orders`, one of each kind first
+CP_SAT_AFTER = 0.3  # seconds of searches and beams before CP-SAT begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,18 +42,21 @@ class Decision:
 class _Race:
     """What the threads of one decision share."""
 
-    def __init__(self, packing: Packing, capacity: int, seed: int, stop: StopFlag):
-        self.packing, self.limits, self.stop = packing, packing.limits(capacity), stop
+    def __init__(self, packing: Packing, capacity: int, seed: int, deadline: float, stop: StopFlag):
+        self.packing, self.limits, self.deadline, self.stop = packing, packing.limits(capacity), deadline, stop
         self.lock = threading.Lock()
         orders = static_orders(packing)
         self.kinds = [_Kind(self._searches(orders, random.Random(seed))), _Kind(self._beams(orders, random.Random(seed)))]
+        self.program = cp_sat.Attempts(packing, self.limits[0])
+        if cp_sat.num_cells(packing) <= cp_sat.MAX_CELLS:
+            self.kinds.append(_Kind(self._programs(orders, random.Random(seed)), share=2, after=CP_SAT_AFTER))
         self.decision = Decision(outcome=Outcome.STOPPED)
 
     def work(self) -> None:
         """Make attempts until one decides, or until the flag is set."""
         while not self.stop.is_set():
             with self.lock:
-                kind = min(self.kinds, key=lambda k: k.seconds)
+                kind = min(self.kinds, key=lambda k: k.seconds / k.share)
                 attempt = next(kind.attempts)
                 kind.seconds += kind.expected
             start = time.perf_counter()
@@ -61,6 +68,13 @@ class _Race:
                 if outcome is not Outcome.STOPPED and self.decision.outcome is Outcome.STOPPED:
                     self.decision = Decision(outcome=outcome, offsets=offsets)
                     self.stop.set()
+            if self.stop.is_set():
+                self.end()
+
+    def end(self) -> None:
+        """Stop the attempts that are running."""
+        self.stop.set()
+        self.program.stop()
 
     def _searches(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
         for i in itertools.count():
@@ -75,6 +89,16 @@ class _Race:
                 yield self._beam(perturbed(order, SPREADS[0] if round_ else 0.0, rng), width, bias)
             width = min(width * BEAM_GROWTH, max(BEAM_WIDTH, MAX_BEAM_CELLS // len(self.packing)))
 
+    def _programs(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+        for i in itertools.count():
+            first_round = i < len(CP_SAT_ORDERS)
+            order = orders[CP_SAT_ORDERS[i % len(CP_SAT_ORDERS)]]
+            order = perturbed(order, 0.0 if first_round else rng.choice(SPREADS), rng)
+            yield self._program(order, LUBY_CONFLICTS * (1 if first_round else luby(i - len(CP_SAT_ORDERS) + 1)))
+
+    def _program(self, order: np.ndarray, max_conflicts: int) -> Callable:
+        return lambda: self.program.run(order, max_conflicts, self.deadline)
+
     def _search(self, order: np.ndarray, max_nodes: int) -> Callable:
         return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop)[:2]
 
@@ -87,11 +111,12 @@ class _Race:
 
 
 class _Kind:
-    """One kind of attempt, and the time that it has had."""
+    """One kind of attempt, and the time that it has had: of all time its share, once the others have had `after` seconds each."""
 
-    def __init__(self, attempts: Iterator[Callable]):
+    def __init__(self, attempts: Iterator[Callable], *, share: int = 1, after: float = 0.0):
         self.attempts = attempts
-        self.seconds = 0.0
+        self.share = share
+        self.seconds = after * share
         self.expected = 0.0
 
 
@@ -106,13 +131,13 @@ def decide(packing: Packing, capacity: int, *, deadline: float, threads: int, se
         seed: of the perturbations.
     """
     with native.stop_at(deadline) as stop, concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        race = _Race(packing, capacity, seed, stop)
+        race = _Race(packing, capacity, seed, deadline, stop)
         workers = [pool.submit(race.work) for _ in range(threads)]
         try:
             for worker in workers:
                 worker.result()
         finally:
-            stop.set()
+            race.end()
     return race.decision
 
 
