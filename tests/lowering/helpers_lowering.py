@@ -71,14 +71,14 @@ def check_lowering(function, *tensors, step=None, jit=True, tolerance=None, resu
     _compare(got, function, tensors, tolerance=tolerance, results=results)
 
 
-def check_lowered_together(samples: list[tuple[Callable, list[torch.Tensor], StepGraph]], *, results: Callable):
+def check_lowered_together(samples: list[tuple[Callable, list[torch.Tensor], StepGraph]], *, results: Callable, tolerance=None):
     """`check_lowering` of several (function, tensors, step), compiled as one program."""
     with x64():
         lowered = [graphacc.lowering.lower(step) for _, _, step in samples]
         together = jax.jit(lambda *inputs: [f(*x) for f, x in zip(lowered, inputs)], compiler_options=FAST_COMPILE)
         outputs = together(*([to_array(x) for x in tensors] for _, tensors, _ in samples))
         for number, ((function, tensors, _), got) in enumerate(zip(samples, outputs)):
-            _compare([to_tensor(x) for x in got], function, tensors, results=results, what=f"sample {number}, ")
+            _compare([to_tensor(x) for x in got], function, tensors, tolerance=tolerance, results=results, what=f"sample {number}, ")
 
 
 def _compare(got, function, tensors, *, tolerance=None, results=None, what="") -> None:
