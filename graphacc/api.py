@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from graphacc._compat.probes import why_not_at_all
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
 from graphacc.loop.choice import Choice
@@ -104,6 +105,8 @@ def compile(
         raise TypeError(f"graphacc.compile takes a torch.nn.Module, got {type(model).__name__}")
     if is_compiled(model) or isinstance(model, OnTorchXla):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
+    if why := why_not_at_all():
+        raise GraphAccError(why)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise GraphAccError(f"{name!r} has no shape yet: call the model once on a batch before graphacc.compile, which gives its lazy modules their shapes")

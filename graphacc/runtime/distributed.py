@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import jax
 from torch.distributed import TCPStore
 
-from graphacc._compat.jax_ import backend_started, distributed_service, slurm_step
+from graphacc._compat.jax_ import backend_started, can_join_processes, distributed_service, slurm_step
 from graphacc.errors import DistributedError
 from graphacc.runtime import agreement
 from graphacc.runtime.watchdog import DEFAULT_TIMEOUT, Watchdog
@@ -74,6 +74,11 @@ def initialize(
         cluster = detect(os.environ, coordinator, num_processes, process_id)
         if cluster is None:
             return False
+        if not can_join_processes():
+            raise DistributedError(
+                f"{cluster.source} says that this is process {cluster.process_id} of {cluster.num_processes}, which this version of JAX cannot join: "
+                "graphacc doctor says what it lacks; install another version of jax, or unset the variables to run alone"
+            )
         if backend_started():
             raise DistributedError(
                 f"{cluster.source} says that this is process {cluster.process_id} of {cluster.num_processes}, but JAX was used before they "
