@@ -78,8 +78,16 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'graphacc' has no attribute {name!r}")
     from graphacc._compat.random_state import kept_random_state
 
-    with kept_random_state():
-        module = _importlib.import_module(_PUBLIC.get(name, f"graphacc.{name}"))
+    try:
+        with kept_random_state():
+            module = _importlib.import_module(_PUBLIC.get(name, f"graphacc.{name}"))
+    except ImportError as error:
+        from graphacc._compat.probes import why_not_at_all
+        from graphacc.errors import GraphAccError
+
+        if why := why_not_at_all():
+            raise GraphAccError(why) from error
+        raise
     return getattr(module, name) if name in _PUBLIC else module
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from graphacc._compat.probes import why_not_at_all
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
 from graphacc.loop.choice import Choice
@@ -107,6 +108,8 @@ def compile(
         raise TypeError(f"graphacc.compile takes a torch.nn.Module, got {type(model).__name__}")
     if is_compiled(model) or isinstance(model, OnTorchXla):
         raise GraphAccError(f"{type(model).__name__} is compiled already: call graphacc.compile once")
+    if why := why_not_at_all():
+        raise GraphAccError(why)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and capture == "torch_xla":
             raise GraphAccError(f'{name!r} is on the meta device, and capture="torch_xla" makes no values: materialise the model before, or leave capture out')

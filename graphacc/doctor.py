@@ -15,6 +15,7 @@ import re
 import torch
 
 import graphacc
+from graphacc._compat.probes import FEATURES, NEEDED, why_off
 from graphacc.cache import cache_root
 from graphacc.costs.hardware import Hardware, cores, main_memory_bytes
 from graphacc.errors import GraphAccError
@@ -24,6 +25,7 @@ PACKAGES = ("torch", "jax", "jaxlib", "torch_xla", "transformers", "ortools", "n
 PLUGINS = re.compile(r"(jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)|libtpu|nvidia-cudnn-cu\d+)$")
 """Distributions that bring JAX's other backends."""
 
+ON = "on"
 _NAMES = re.compile(r"(XLA_|JAX_|GRAPHACC_|PJRT_|LIBTPU_)\w+|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|OMP_WAIT_POLICY|USE_TORCH_XLA")
 _HOSTS = re.compile(r"COORDINATOR|ADDR|HOST|STORE|SERVER|ENDPOINT|TOKEN|KEY|SECRET")
 _PATH = re.compile(r"(?<![\w.])~?/[^\s,;:=]+")
@@ -38,6 +40,7 @@ class Report:
     devices: dict[str, str]
     caches: dict[str, str]
     environment: dict[str, str]
+    probes: dict[str, str]  # feature that rests on private APIs of torch and JAX -> "on", or what is missing
     off: dict[str, str]  # feature -> why
 
     def __str__(self) -> str:
@@ -71,7 +74,15 @@ def _run(options: argparse.Namespace) -> int:
 def examine() -> Report:
     """Look at this machine and process."""
     kernels, why_not = _kernels()
-    return Report(versions=_versions(), library=kernels, devices=_devices(), caches=_caches(), environment=_environment(os.environ), off=_off(why_not))
+    probes = _probes()
+    off = _off(why_not) | {title: text for title, text in probes.items() if text != ON}
+    return Report(
+        versions=_versions(), library=kernels, devices=_devices(), caches=_caches(), environment=_environment(os.environ), probes=probes, off=off
+    )
+
+
+def _probes() -> dict[str, str]:
+    return {feature.title: f"{why}: {feature.without or NEEDED}" if (why := why_off(feature)) else ON for feature in FEATURES.values()}
 
 
 def _versions() -> dict[str, str]:

@@ -59,7 +59,7 @@ def test_the_text_is_for_reading(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^\w+", text, re.MULTILINE) == ["versions", "library", "devices", "caches", "environment", "off"]
+    assert re.findall(r"^\w+", text, re.MULTILINE) == ["versions", "library", "devices", "caches", "environment", "probes", "off"]
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE) and f"directory  {tmp_path}/graphacc" in text
 
 

@@ -63,13 +63,13 @@ def test_the_version_is_written_once():
     assert version == graphacc.__version__
 
 
-def test_packaged_folders_exist_and_pins_agree():
+def test_packaged_folders_exist_and_no_jax_is_too_new():
     packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     assert packages == {"graphacc": "graphacc", "graphacc/passes": "passes"}
     assert all((ROOT / folder / "__init__.py").is_file() for folder in packages.values())
     extras = PYPROJECT["project"]["optional-dependencies"]
-    pins = re.findall(r"'jax(?:lib|\[\w+\])?==([^']+)'", str(PYPROJECT["project"]["dependencies"] + extras["cuda"]))
-    assert len(pins) == 3 and len(set(pins)) == 1
+    bounds = re.findall(r"'jax(?:lib|\[\w+\])?([^\w\[][^']*)'", str(PYPROJECT["project"]["dependencies"] + extras["cuda"]))
+    assert len(bounds) == 3 and set(bounds) == {">=0.10.2"}
 
 
 def test_everything_that_is_imported_is_declared():

@@ -1,15 +1,24 @@
-"""Private or unstable JAX APIs, in one place. Tried with jax 0.10.2."""
+"""Private or unstable JAX APIs, in one place. Tried with jax 0.10.2 and 0.12.0.1; `probes` says what is off where one is missing."""
 
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
+import logging
 import pathlib
+import re
 import threading
 import typing
+from collections.abc import Mapping
 
 import jax
 import numpy as np
+
+from graphacc._compat import probes
+from graphacc._compat.probes import has
+
+log = logging.getLogger("graphacc")
 
 
 def x64() -> contextlib.AbstractContextManager:
@@ -34,8 +43,14 @@ def lowered_for_platform(function, results, *arrays) -> list[jax.Array]:
         function: (platform, *arrays) -> list of arrays, with platform "cpu", "cuda", "rocm" or "tpu".
         results: the shapes and dtypes of what it gives.
     """
+    if not has(probes.LOWERED_FOR_PLATFORM):
+        platforms = {platform: functools.partial(function, platform) for platform in _PLATFORMS}
+        return list(jax.lax.platform_dependent(*arrays, **platforms))
     avals = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
     return _platform_primitive().bind(*arrays, function=function, results=avals, wide=bool(jax.config.jax_enable_x64))
+
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @functools.cache
@@ -58,13 +73,15 @@ def _platform_primitive():
 
         return mlir.lower_fun(traced, multiple_results=True)
 
-    for platform in ("cpu", "cuda", "rocm", "tpu"):
+    for platform in _PLATFORMS:
         mlir.register_lowering(primitive, on(platform), platform=platform)
     return primitive
 
 
 def cuda_capability() -> tuple[int, int] | None:
     """The least compute capability among this process' CUDA devices; None where there are none (a compile for another machine)."""
+    if not has(probes.BACKENDS):
+        return None
     from jax._src import xla_bridge
 
     if not xla_bridge.backends_are_initialized() or "cuda" not in xla_bridge.backends():
@@ -86,6 +103,16 @@ class CudnnAttention:
         mask = fused.MaskType.CAUSAL if self.causal else fused.MaskType.NO_MASK
         given = dict(scale=self.scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask)
         return given | dict(layout=fused.AttentionLayout.BNTH.value, sliding_window_length=self.window)
+
+
+def has_cudnn_attention() -> bool:
+    """Whether JAX still has the primitives that `cudnn_attention` and `cudnn_attention_backward` bind."""
+    return has(probes.CUDNN_ATTENTION)
+
+
+def has_pallas() -> bool:
+    """Whether our Pallas kernels can be traced (graphacc/lowering/rules/flash_pallas.py)."""
+    return has(probes.PALLAS)
 
 
 _CUDNN_ABSENT = 7  # bias, lengths and offsets of queries and keys, two page tables
@@ -112,7 +139,37 @@ def cudnn_attention_backward(grad, q, k, v, out, lse, told: CudnnAttention) -> l
     return fused._dot_product_attention_bwd_p.bind(q, k, v, *absent, lse, out, grad, **told._parameters())
 
 
+# --- options of XLA (graphacc/runtime/program.py) ------------------------------------------------------------------------
+
+
+def known_options(options: Mapping[str, str | bool | int]) -> dict[str, str | bool | int]:
+    """Those of our own options that the installed XLA still has; what it has no more is said once. All platforms read one list of names."""
+    return {name: value for name, value in options.items() if name not in _unknown_options(tuple(sorted(options.items())))}
+
+
+@functools.cache
+def _unknown_options(options: tuple[tuple[str, str | bool | int], ...]) -> set[str]:
+    unknown: set[str] = set()
+    nothing = jax.jit(lambda: 0).lower()
+    while left := {name: value for name, value in options if name not in unknown}:
+        try:
+            nothing.compile(compiler_options=left)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            found = re.search(r"No such compile option: '(\w+)'", str(error))
+            if found is None or found[1] not in left:
+                raise
+            unknown.add(found[1])
+            log.warning("graphacc: off: XLA's option %s, which jaxlib %s has no more: programs are compiled without it", found[1], importlib.metadata.version("jaxlib"))
+    return unknown
+
+
 # --- executables (graphacc/runtime/replan) -------------------------------------------------------------------------------
+
+
+def can_read_executables() -> bool:
+    """Whether what stands behind a compiled function can be read and replaced, as the functions below do."""
+    return has(probes.EXECUTABLES)
 
 
 def xla_library() -> pathlib.Path:
@@ -175,9 +232,14 @@ def has_host_callbacks(compiled: jax.stages.Compiled) -> bool:
     return bool(unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects or unloaded.keepalive)
 
 
+def can_keep_programs() -> bool:
+    """Whether compiled programs can be kept between runs: `persistent_cache` does nothing otherwise."""
+    return has(probes.PROGRAM_CACHE) and can_read_executables()
+
+
 def can_replace_executable(compiled: jax.stages.Compiled) -> bool:
     """Whether `with_executable` can work on it: it was compiled in this process."""
-    return getattr(getattr(compiled, "_executable", None), "_unloaded_executable", None) is not None
+    return can_read_executables() and getattr(getattr(compiled, "_executable", None), "_unloaded_executable", None) is not None
 
 
 def load_executable(serialized: bytes, compiled: jax.stages.Compiled):
@@ -206,9 +268,16 @@ def with_executable(compiled: jax.stages.Compiled, executable) -> jax.stages.Com
 
 def backend_started() -> bool:
     """Whether JAX has made its devices; until then their number on CPU can be chosen."""
+    if not has(probes.BACKENDS):
+        return True
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def can_make_cpu_devices() -> bool:
+    """Whether `more_cpu_devices` works."""
+    return has(probes.MORE_CPU_DEVICES)
 
 
 def more_cpu_devices(num_devices: int) -> list[jax.Device]:
@@ -223,7 +292,9 @@ def more_cpu_devices(num_devices: int) -> list[jax.Device]:
 
 
 def accelerator_present() -> bool:
-    """Whether this machine shows a GPU or TPU, without starting a backend."""
+    """Whether this machine shows a GPU or TPU, without starting a backend; True where that cannot be told."""
+    if not has(probes.ACCELERATORS):
+        return True
     from jax._src import hardware_utils
 
     gpu = hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_amd_gpus(stop_at=1) > 0
@@ -238,6 +309,11 @@ class DistributedService:
     num_processes: int
     address: str  # "host:port" of process 0's service
     client: typing.Any  # with key_value_set(key, value) and blocking_key_value_get(key, milliseconds)
+
+
+def can_join_processes() -> bool:
+    """Whether `distributed_service` works."""
+    return has(probes.SEVERAL_PROCESSES)
 
 
 def distributed_service() -> DistributedService:
@@ -279,6 +355,8 @@ class SlurmStep:
 
 def slurm_step() -> SlurmStep | None:
     """What SLURM's variables say, as JAX reads them; None outside of srun."""
+    if not has(probes.SLURM):
+        return None
     from jax._src.clusters import SlurmCluster
 
     if not SlurmCluster.is_env_present():
@@ -304,6 +382,9 @@ def persistent_cache(store):
     JAX's own cache, if the user has set one, stands aside meanwhile and is as before afterwards. What other threads
     compile in between asks `store` too.
     """
+    if not has(probes.PROGRAM_CACHE):
+        yield
+        return
     from jax._src import compilation_cache as cache
     from jax._src import compiler
 
@@ -446,7 +527,7 @@ def _expand(context, operation, function) -> None:
     operation.operation.erase()
 
 
-def _aval(kind) -> jax.core.ShapedArray:
+def _aval(kind) -> "jax.core.ShapedArray":
     """The shape and dtype of a value of an MLIR tensor type."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
@@ -461,5 +542,4 @@ def _aval(kind) -> jax.core.ShapedArray:
 
 def traces_are_taken() -> bool:
     """Whether a profiler of JAX runs; where JAX does not say, ranges are given to it in any case, at half a microsecond each."""
-    asked = getattr(jax.profiler.TraceAnnotation, "is_enabled", None)
-    return True if asked is None else asked()
+    return not has(probes.JAX_PROFILER) or jax.profiler.TraceAnnotation.is_enabled()

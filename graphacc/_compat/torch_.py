@@ -1,4 +1,4 @@
-"""Private or unstable torch APIs, in one place. Tried with torch 2.9.1 and 2.13.0."""
+"""Private or unstable torch APIs, in one place. Tried with torch 2.9.1 and 2.13.0; `probes` says what is off where one is missing."""
 
 import contextlib
 import functools
@@ -6,9 +6,11 @@ import sys
 import weakref
 
 import torch
-from torch._C import _autograd
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+
+from graphacc._compat import probes
+from graphacc._compat.probes import has
 
 
 def group_rank(name: str) -> int:
@@ -39,18 +41,16 @@ def exchange_with(x: torch.Tensor, target: int, source: int, name: str) -> torch
 @contextlib.contextmanager
 def compiling():
     """Make ``torch.compiler.is_compiling()`` true while tracing, as models expect who avoid data-dependent branches."""
-    compiler = torch.compiler
-    before = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
-    try:
+    with patched(torch.compiler, _is_compiling_flag=True) if has(probes.COMPILING_FLAG) else contextlib.nullcontext():
         yield
-    finally:
-        compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager
 def without_onednn():
     """Keep torch from choosing oneDNN's fused operators (torch.backends.mkldnn.flags, which warns of TF32 at every use)."""
+    if not has(probes.ONEDNN_SWITCH):
+        yield
+        return
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -80,8 +80,9 @@ def new_fake_mode(*, allow_non_fake_inputs: bool = False):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
-    converter = mode.fake_tensor_converter.meta_converter
-    converter.storage_memo, converter.tensor_memo = _Claiming(), _Claiming()
+    if has(probes.FAKES_THAT_STAY):
+        converter = mode.fake_tensor_converter.meta_converter
+        converter.storage_memo, converter.tensor_memo = _Claiming(), _Claiming()
     return mode
 
 
@@ -109,21 +110,35 @@ def trace_functional(function, args, table):
     asked for; nobody here does.
     """
     from torch._dispatch.python import enable_python_dispatcher
-    from torch._higher_order_ops import effects
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
+
+    functional = dispatch_functionalize(function, FunctionalTensorMode())
+    with preserve_node_meta(), enable_python_dispatcher(), _code_on_demand(), _linalg_checks_without_tokens():
+        return make_fx(functional, decomposition_table=table, tracing_mode="real")(*args)
+
+
+def _code_on_demand() -> contextlib.AbstractContextManager:
+    if not has(probes.CODE_ON_DEMAND):
+        return contextlib.nullcontext()
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
+def _linalg_checks_without_tokens() -> contextlib.AbstractContextManager:
+    """torch 2.13 orders the check of linear algebra by tokens that a plain trace does not have: programs do not raise, and drop it."""
+    if not has(probes.EFFECTS):
+        return contextlib.nullcontext()
+    from torch._higher_order_ops import effects
 
     has_effects = effects.has_effects
 
     def needs_token(op, *rest) -> bool:
-        """All but the check of linear algebra, which torch 2.13 orders by tokens that a plain trace does not have: programs do not raise, and drop it."""
         return op is not torch.ops.aten._linalg_check_errors.default and has_effects(op, *rest)
 
-    functional = dispatch_functionalize(function, FunctionalTensorMode())
-    with preserve_node_meta(), enable_python_dispatcher(), _use_lazy_graph_module(True), patched(effects, has_effects=needs_token):
-        return make_fx(functional, decomposition_table=table, tracing_mode="real")(*args)
+    return patched(effects, has_effects=needs_token)
 
 
 @functools.cache
@@ -163,9 +178,10 @@ def patched(owner, **replacements):
 
 def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
-    if forward_ad._current_level >= 0:
+    if has(probes.FORWARD_MODE) and forward_ad._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
-    hooks = _autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    asked = torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if asked else None
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch."):  # checkpoint's and save_on_cpu's change no result
         return "torch.autograd.graph.saved_tensors_hooks around it"
     return None
@@ -178,12 +194,12 @@ def is_multi_grad_hook(hook: object) -> bool:
 
 def caches_parametrizations() -> bool:
     """Whether the caller is inside ``torch.nn.utils.parametrize.cached()``."""
-    return parametrize._cache_enabled > 0
+    return has(probes.PARAMETRIZATION_CACHE) and parametrize._cache_enabled > 0
 
 
 def own_parametrization_cache() -> contextlib.AbstractContextManager:
     """Weights that are computed inside are not those of the surrounding ``parametrize.cached()``, and do not stay in it."""
-    return patched(parametrize, _cache={})
+    return patched(parametrize, _cache={}) if has(probes.PARAMETRIZATION_CACHE) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -209,7 +225,8 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(patched(transformer, _detect_is_causal_mask=_hinted_causal))
-        stack.enter_context(patched(checkpoint, **_checkpoints_run_once(checkpointed)))
+        if has(probes.CHECKPOINTS):
+            stack.enter_context(patched(checkpoint, **_checkpoints_run_once(checkpointed)))
         if masking is not None and not packed_sequences:
             stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
         if experts is not None:
@@ -261,6 +278,8 @@ def _policy_of(context):
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What torch raises when code under fake tensors asks for a tensor's values."""
+    if not has(probes.VALUES_ASKED):
+        return ()
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -269,6 +288,8 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 def dynamic_shape_errors() -> tuple[type[Exception], ...]:
     """What torch raises when an operator's output shape depends on a tensor's values."""
+    if not has(probes.VALUES_ASKED):
+        return ()
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
     return (DynamicOutputShapeException,)
@@ -276,6 +297,8 @@ def dynamic_shape_errors() -> tuple[type[Exception], ...]:
 
 def foreach_operators() -> list[str]:
     """Names of ATen's functional operators on lists of tensors, such as ``_foreach_add``."""
+    if not has(probes.FOREACH):
+        return []
     names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     return sorted(name for name in names if name.startswith("_foreach_") and not name.endswith("_"))
 
@@ -304,18 +327,23 @@ def unregister_group(name: str) -> None:
 
 def defining_module(overload) -> str | None:
     """The Python module that registered a ``torch.library.custom_op``; None for operators that come with torch."""
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(overload._schema.name)
+    definition = _definition(overload)
     return None if definition is None else definition._init_fn.__module__
 
 
 def python_body(overload):
     """The Python function that a ``torch.library.custom_op`` runs on every device; None for any other operator."""
+    definition = _definition(overload)
+    return definition._init_fn if definition is not None and None in definition._backend_fns else None
+
+
+def _definition(overload):
+    """The ``torch.library.custom_op`` that an operator comes from, or None."""
+    if not has(probes.CUSTOM_OPERATORS):
+        return None
     from torch._library.custom_ops import OPDEFS
 
-    definition = OPDEFS.get(overload._schema.name)
-    return definition._init_fn if definition is not None and None in definition._backend_fns else None
+    return OPDEFS.get(overload._schema.name)
 
 
 # --- loop --------------------------------------------------------------------------------------------------------------
@@ -330,7 +358,7 @@ def without_modes() -> contextlib.AbstractContextManager:
 
 def outside_of_transforms():
     """A context outside of torch.func's transforms (vmap, grad), in which tensors are ordinary ones."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not has(probes.TRANSFORMS) or torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -362,8 +390,10 @@ def swap_values(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def storage_users(tensor) -> int:
-    """How many objects (the tensor, views and detached tensors, a storage that Python holds) share the memory of `tensor`."""
-    return _references(tensor) - _REFERENCES_OF_ONE + 1
+    """How many objects (the tensor, views and detached tensors, a storage that Python holds) share the memory of `tensor`; at least 2 where torch does not say."""
+    if not has(probes.STORAGE_USERS):
+        return 2
+    return _references(tensor) - _references_of_one() + 1
 
 
 def _references(tensor) -> int:
@@ -371,7 +401,11 @@ def _references(tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
-_REFERENCES_OF_ONE = _references(torch.empty(1, device="cpu"))  # torch 2.13 keeps the Python object of a storage, torch 2.9 does not
+@functools.cache
+def _references_of_one() -> int:
+    """torch 2.13 keeps the Python object of a storage, torch 2.9 does not."""
+    with without_modes():
+        return _references(torch.empty(1, device="cpu"))
 
 
 def untraced(function):
@@ -402,5 +436,4 @@ def output_of_function(tensor: torch.Tensor) -> int | None:
 
 def is_profiling() -> bool:
     """Whether a profiler of torch runs; where torch does not say, ranges are given to it in any case, at some microseconds each."""
-    asked = getattr(torch.autograd, "_profiler_enabled", None)
-    return True if asked is None else asked()
+    return not has(probes.TORCH_PROFILER) or torch.autograd._profiler_enabled()

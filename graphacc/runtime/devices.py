@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from graphacc._compat.jax_ import accelerator_present, backend_started, more_cpu_devices
+from graphacc._compat.jax_ import accelerator_present, backend_started, can_make_cpu_devices, more_cpu_devices
 from graphacc.errors import StrategyError
 from graphacc.runtime.distributed import process_count
 from graphacc.strategy.axes import DP, FSDP, GRADIENT_AXES
@@ -50,12 +50,12 @@ def select_devices(num_devices: int | None = None, platform: str | None = None) 
     started, processes = backend_started(), process_count()
     if num_devices is not None and num_devices % processes:
         raise StrategyError(f"devices={num_devices} cannot be shared by {processes} processes: choose a multiple of {processes}")
-    if num_devices is not None and processes > 1 and not started:
+    if num_devices is not None and not started and (processes > 1 or not can_make_cpu_devices()):
         jax.config.update("jax_num_cpu_devices", max(num_devices // processes, _configured_cpu_devices()))
     devices = jax.devices(platform)
     if num_devices is None:
         return devices
-    if processes == 1 and devices[0].platform == "cpu" and len(devices) < num_devices:
+    if processes == 1 and devices[0].platform == "cpu" and len(devices) < num_devices and can_make_cpu_devices():
         devices = _virtual_devices(num_devices)
     shares = [[device for device in devices if device.process_index == rank][: num_devices // processes] for rank in range(processes)]
     chosen = [device for share in shares for device in share]
@@ -89,8 +89,9 @@ def _too_few(wanted: int, devices: Sequence[jax.Device]) -> str:
     message = f"{wanted} devices are wanted, JAX has {len(devices)} on {platform}"
     if platform != "cpu":
         return f"{message}: set devices={len(devices)} or less, or run on CPU with JAX_PLATFORMS=cpu"
+    where = f"in {processes} processes. There" if processes > 1 else "and this version of JAX makes no further client. So"
     return (
-        f"{message} in {processes} processes. There virtual CPU devices can only be made before JAX is first used: call graphacc.compile before "
+        f"{message} {where} virtual CPU devices can only be made before JAX is first used: call graphacc.compile before "
         "the first use of jax, and the model with the most devices first, or start every process with "
         f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted // processes}"
     )

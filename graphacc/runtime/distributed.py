@@ -19,6 +19,7 @@ from graphacc._compat.jax_ import (
     DistributedService,
     KeyNotThere,
     backend_started,
+    can_join_processes,
     distributed_service,
     read_key,
     slurm_step,
@@ -81,6 +82,11 @@ def initialize(
         cluster = detect(os.environ, coordinator, num_processes, process_id)
         if cluster is None:
             return False
+        if not can_join_processes():
+            raise DistributedError(
+                f"{cluster.source} says that this is process {cluster.process_id} of {cluster.num_processes}, which this version of JAX cannot join: "
+                "graphacc doctor says what it lacks; install another version of jax, or unset the variables to run alone"
+            )
         if backend_started():
             raise DistributedError(
                 f"{cluster.source} says that this is process {cluster.process_id} of {cluster.num_processes}, but JAX was used before they "

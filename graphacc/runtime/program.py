@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.sharding import Mesh
 
-from graphacc._compat.jax_ import x64
+from graphacc._compat.jax_ import can_keep_programs, can_read_executables, known_options, x64
 from graphacc.errors import GraphAccError
 from graphacc.graph import Input, Output, StepGraph
 from graphacc.hlo import HloStep
@@ -256,7 +256,7 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
     """
     platform = mesh.devices.flat[0].platform
     if platform in ("cuda", "gpu", "rocm") and bucketed:
-        return {f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")}
+        return known_options({f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")})
     if platform != "cpu":
         return {}
     options: dict[str, str | bool | int] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -268,7 +268,7 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
         without.append("small-while-loop-hoisting")  # without the emitters it makes kernels of loops, of which no plan can be proved
     if without:
         options["xla_disable_hlo_passes"] = ",".join(without)
-    return options
+    return known_options(options)
 
 
 def check_memory_plan(memory_plan: str, plan_seconds: float) -> None:
@@ -281,6 +281,8 @@ def check_memory_plan(memory_plan: str, plan_seconds: float) -> None:
 
 def _can_plan(mesh: Mesh) -> bool:
     """Whether programs on this mesh can be planned; if not, XLA's plan is kept, and the reason is logged once."""
+    if not can_read_executables():
+        return False
     platform, asked = mesh.devices.flat[0].platform, os.environ.get("GRAPHACC_PLAN_CUDA") == "1"
     if platform == "gpu" and asked and len(processes_of(mesh.devices.flat)) > 1:
         _log_once("that processes with plans of their own order their collectives alike is known of CPU programs alone")
@@ -305,7 +307,7 @@ def _schedules(compiler_options: CompilerOptions, mesh: Mesh) -> tuple[str, ...]
 
 
 def _cache(cache_dir: str | os.PathLike | None) -> CompileCache | None:
-    if cache_dir is None:
+    if cache_dir is None or not can_keep_programs():
         return None
     return CompileCache(default_directory() if cache_dir == "default" else cache_dir)
 

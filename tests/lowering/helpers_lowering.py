@@ -10,7 +10,7 @@ from tolerances import assert_close
 from torch.utils import _pytree as pytree
 
 import graphacc.lowering
-from graphacc._compat.jax_ import x64
+from graphacc._compat.jax_ import known_options, x64
 from graphacc._compat.torch_ import fake_mode, trace_functional
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.lowering.dtypes import from_torch, to_torch
@@ -58,7 +58,7 @@ def to_tensor(x) -> torch.Tensor:
 def run_lowered(step: StepGraph, *tensors, jit=False) -> list[torch.Tensor]:
     with x64():
         lowered = graphacc.lowering.lower(step)
-        lowered = jax.jit(lowered, compiler_options=FAST_COMPILE) if jit else lowered
+        lowered = jax.jit(lowered, compiler_options=known_options(FAST_COMPILE)) if jit else lowered
         return [to_tensor(x) for x in lowered(*map(to_array, tensors))]
 
 
@@ -75,7 +75,7 @@ def check_lowered_together(samples: list[tuple[Callable, list[torch.Tensor], Ste
     """`check_lowering` of several (function, tensors, step), compiled as one program."""
     with x64():
         lowered = [graphacc.lowering.lower(step) for _, _, step in samples]
-        together = jax.jit(lambda *inputs: [f(*x) for f, x in zip(lowered, inputs)], compiler_options=FAST_COMPILE)
+        together = jax.jit(lambda *inputs: [f(*x) for f, x in zip(lowered, inputs)], compiler_options=known_options(FAST_COMPILE))
         outputs = together(*([to_array(x) for x in tensors] for _, tensors, _ in samples))
         for number, ((function, tensors, _), got) in enumerate(zip(samples, outputs)):
             _compare([to_tensor(x) for x in got], function, tensors, tolerance=tolerance, results=results, what=f"sample {number}, ")

@@ -10,7 +10,7 @@ import re
 import jax
 import pytest
 import torch
-from helpers_lowering import FAST_COMPILE, step_graph, to_array, to_tensor
+from helpers_lowering import FAST_COMPILE, known_options, step_graph, to_array, to_tensor
 from tolerances import assert_close
 
 import graphacc.lowering
@@ -182,7 +182,7 @@ def both_ways(shapes, options, *, segments=(None, None), dtype=torch.float32, fa
         return out, lse, *rules._pallas_backward(call, arrays[8], out, lse, False, interpret=True)[:3]
 
     with x64():
-        got = jax.jit(run, compiler_options=FAST_COMPILE)(*[x if x is None else to_array(x) for x in (*tensors, grad)])
+        got = jax.jit(run, compiler_options=known_options(FAST_COMPILE))(*[x if x is None else to_array(x) for x in (*tensors, grad)])
     return [to_tensor(x) for x in got], expected
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from graphacc._compat.probes import CAPTURED_HLO, TRIED, has, why_off
 from graphacc.errors import CaptureError
 
 DEVICE = "xla"
@@ -38,6 +39,8 @@ def library() -> ModuleType:
     Raises:
         CaptureError: torch_xla is missing, or does not fit torch.
     """
+    if not has(CAPTURED_HLO):
+        raise CaptureError(f"capture by lazy tensors is off: {why_off(CAPTURED_HLO)}; install a version with which it was tried ({TRIED})")
     only_ours = "torch_xla" not in sys.modules
     try:
         with _environment(PJRT_DEVICE="CPU"), _unchanged():

@@ -89,7 +89,9 @@ def _by_platform(call, more, forms, results):
 
 def _form(platform, call) -> Form:
     capability = compat.cuda_capability() if platform == "cuda" else None
-    return choose(platform, call.described, capability=capability).form
+    form = choose(platform, call.described, capability=capability).form
+    lacking = {Form.CUDNN: compat.has_cudnn_attention, Form.PALLAS: compat.has_pallas}
+    return Form.BLOCKWISE if form in lacking and not lacking[form]() else form
 
 
 # CPU

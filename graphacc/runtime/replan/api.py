@@ -80,7 +80,7 @@ def replan(
         if planned.serialized is None:
             figures = dict(lower_bound=planned.lower_bound, map_before=planned.map_before)
             return kept(_no_better(planned, tolerance), log=False, **figures)
-        executable = _load(planned, compiled)
+        replaced = compat.with_executable(compiled, _load(planned, compiled))
     except (NotUnderstood, VerificationError) as error:
         return kept(str(error), log=True)
     except Exception as error:  # a mistake of ours, or jaxlib refuses to load: training goes on with XLA's plan
@@ -96,7 +96,7 @@ def replan(
         map_before=planned.map_before,
         map_after=planned.map_after,
     )
-    return ReplanResult(compiled=compat.with_executable(compiled, executable), serialized=planned.serialized, plan=plan)
+    return ReplanResult(compiled=replaced, serialized=planned.serialized, plan=plan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def compile_and_replan(
     others = [functools.partial(compile, schedule, PlannedStore(None, "")) for schedule in schedules[1:]]
     with progress.activity("plan of memory"):
         best = replan_best(first, others, seconds=seconds, free_collectives=not shared, **options)
-    if best.serialized is not None:
+    if cache is not None and best.serialized is not None:
         store.keep(compat.cache_entry(best.serialized, first.seconds), best.plan.to_json())
     return best
 
