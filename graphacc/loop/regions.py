@@ -7,6 +7,7 @@ random numbers and buffers, and the gradients of the inputs and parameters, whic
 itself differentiated (``create_graph=True``) is run by PyTorch, which computes the forward part again, too.
 """
 
+import contextlib
 import copy
 import dataclasses
 import typing
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from graphacc.capture import FX
+from graphacc.capture.borrow import borrowed, substitute
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.errors import CaptureError, LoopError, LoweringError
 from graphacc.graph import Kind, StepGraph
@@ -229,12 +231,19 @@ class Region:
         engine, tape = self.engine, self.tape
         with engine.lock, torch.enable_grad():
             self._check_unchanged()
-            given = dict(zip(self.inputs, inputs))
-            env = engine.by_pytorch.replay(tape, given, self._buffers)
+            parameters = [handle.tensor for handle in self.handles]
+            with torch._C.DisableTorchFunctionSubclass():
+                # What lies before the inputs in PyTorch's graph reaches the same parameters, and other inputs: the gradients of this region stop here.
+                sources = [x.view_as(x) if twice else x.detach().requires_grad_() for x in inputs]
+                weights = [x.view_as(x) for x in parameters] if twice else parameters
+                given = {index: x.clone() for index, x in zip(self.inputs, sources)}  # which it may write
+            with borrowed(engine.model) if twice else contextlib.nullcontext():
+                if twice:
+                    substitute(engine.model, {id(parameter): weight for parameter, weight in zip(parameters, weights)})
+                env = engine.by_pytorch.replay(tape, given, self._buffers)
             pairs = [(env[index], grad) for index, grad in zip(self.outputs, grads) if grad is not None and env[index].requires_grad]
             with torch._C.DisableTorchFunctionSubclass():
-                wanted = [*inputs, *(handle.tensor for handle in self.handles)]
-                return list(_grad(pairs, wanted, twice))
+                return list(_grad(pairs, [*sources, *weights], twice))
 
 
 def depends(one: Tensor, other: Tensor) -> bool:

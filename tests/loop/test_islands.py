@@ -261,3 +261,98 @@ def test_hooks_of_parts_run():
             found.append(loss.item())
         seen.append(found + [p.grad.sum().item() for p in one.parameters()])
     assert seen[1] == pytest.approx(seen[0], rel=1e-4, abs=1e-5)
+
+
+class ReadsItsGradient(torch.autograd.Function):
+    """Its backward cannot be captured: it decides by a value."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (2 if grad.sum().item() > 1e6 else 1.5)
+
+
+class Parts(nn.Module):
+    """Three compiled parts with code between them that follows values; one weight is in all of them, and each gets what two earlier ones give."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.act = act
+        for part in self.parts:
+            part[2].weight = self.parts[0][0].weight
+
+    def forward(self, x):
+        earlier, x = x, self.parts[0](x)
+        for part in self.parts[1:]:
+            earlier, x = x, self.inner(part, x if x.sum() > 0 else -x, earlier)
+        return x
+
+    def inner(self, part, x, earlier):
+        return part(self.act(x) + earlier.tanh())
+
+
+class Join(nn.Module):
+    """Two inputs, of which one is computed from the other outside."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), act
+
+    def forward(self, x, earlier):
+        return self.act(self.linear(x).tanh_() + self.linear(earlier))
+
+
+class Joined(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), Join(act), Join(act)
+        self.third.linear = self.second.linear
+
+    def forward(self, x):
+        x = self.first(x)
+        for join in (self.second, self.third):
+            x = join(x if x.sum() > 0 else -x, x.sin())
+        return x
+
+
+@pytest.mark.parametrize("make", [Parts, Joined])
+def test_gradients_of_a_part_that_pytorch_computes_stop_at_its_inputs(make):
+    """Earlier parts have the same weights; what they give is counted once, and their own backward runs once."""
+    torch.manual_seed(0)
+    reference = make(ReadsItsGradient.apply).double()
+    check_islands(reference, lambda model, x: model(x).pow(2).mean())
+
+
+@pytest.mark.parametrize("make", [Parts, Joined])
+def test_gradients_of_parts_that_are_differentiated_again(make):
+    torch.manual_seed(0)
+    reference = make(torch.sin).double()
+
+    def penalty(model, x):
+        x = x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.pow(2).mean() + slope.pow(2).mean()
+
+    check_islands(reference, penalty)
+
+
+def check_islands(reference, loss_of):
+    model = compiled(copy.deepcopy(reference), None)
+    losses = []
+    for one in (reference, model):
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
+        for step in range(4):  # what fails is found out in the first ones
+            loss = loss_of(one, torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).double())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-8, atol=1e-10)
