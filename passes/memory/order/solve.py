@@ -8,6 +8,7 @@ import time
 from graphacc.passes.memory.bounds import CutModel, peak_bound
 from graphacc.passes.memory.order.cones import merge_cones
 from graphacc.passes.memory.order.contract import Contraction, contract
+from graphacc.passes.memory.order.cp_sat import lower_window
 from graphacc.passes.memory.order.graph import OrderGraph, compile_problem
 from graphacc.passes.memory.order.guided import cut_into_order
 from graphacc.passes.memory.order.heuristics import HEURISTICS, Order, under_cap
@@ -26,6 +27,14 @@ NUM_GUIDES = 3
 FEW_PLACED = 200
 TOGETHER = 60
 MAX_EXACT_CUTS = 64
+PROGRAM_GAP = 5e-3
+"""The relative gap from which on integer programs decide what the other searches leave open."""
+PROGRAM_TARGETS = (0.0, 0.5)
+"""Their targets, as shares of the way from the bound to the peak."""
+PROGRAM_STEP = 0.8 * STEP
+"""How far the lowest of them lies above the bound."""
+PROGRAM_SHARE = 0.5
+"""Of the time that is left, for the integer programs of one target."""
 MIN_CUTS = 16
 """Single cuts that are made however little time there is: the first one, or one of the next, mostly is the bound."""
 
@@ -104,7 +113,7 @@ class _Search:
         self.num_together = 0
 
     def keep_going(self) -> bool:
-        return time.monotonic() - self.begin < self.seconds
+        return self._is_before(self.seconds)
 
     def is_finished(self) -> bool:
         close = self.peak == self.bound or (self.attempts > 0 and self.gap() <= STEP)
@@ -156,7 +165,9 @@ class _Search:
         self.attempts += 1
 
     def _look_further(self) -> None:
-        """Everything was tried: more operators in the proofs, as long as there are more."""
+        """Everything was tried: integer programs, then more operators in the proofs, as long as there are more."""
+        if self.num_together > TOGETHER and self.gap() <= PROGRAM_GAP and self._decide_by_programs():
+            return
         self.exhausted = self.num_placed >= self.graph.num_operators
         self.num_placed, self.num_together = 4 * self.num_placed, 4 * self.num_together
         self.unproved = sys.maxsize
@@ -193,6 +204,24 @@ class _Search:
         self._consider_reduced(cut_into_order(graph, guides, target, difficulty, self.keep_going))
         if self._reduced_peak() > target:
             self._polish()
+
+    def _decide_by_programs(self) -> bool:
+        """Bring the best order down window by window, to the bound or halfway there. Whether it came down."""
+        begin = self._reduced_peak()
+        for share in PROGRAM_TARGETS:
+            target = int(self.reduced_bound * (1 + PROGRAM_STEP) + share * (begin - self.reduced_bound))
+            now = time.monotonic() - self.begin
+            until = now + PROGRAM_SHARE * (self.seconds - now)
+            keep_going = functools.partial(self._is_before, until)
+            order: Order | None = next(iter(self.reduced_orders))
+            while order is not None and self.graph.peak(order) > target and keep_going():
+                order = lower_window(self.graph, order, target, keep_going)
+                if order is not None:
+                    self._consider_reduced(order)
+        return self._reduced_peak() < begin
+
+    def _is_before(self, seconds: float) -> bool:
+        return time.monotonic() - self.begin < seconds
 
     def _polish(self) -> None:
         """Improve the best order locally."""
