@@ -17,6 +17,8 @@ from graphacc.runtime.replan.liveness import Liveness
 from graphacc.runtime.replan.ordering import aligned
 from graphacc.runtime.replan.values import Values
 
+HEURISTICS_SHARE = 0.25  # of the time: after it no further order is tried by first fit
+
 AddressSolver = Callable[[AddressProblem, float], tuple[int, ...]]
 """(problem, seconds) -> an offset per buffer, or () where it found none."""
 
@@ -31,19 +33,31 @@ class Addresses:
 
 
 class Occupancy:
-    """The exact occupancy of values as arrays over [V] values."""
+    """The exact occupancy of values as arrays over [V] values. Nothing is kept for pairs of values, or for values and steps."""
 
     def __init__(self, values: Values, liveness: Liveness):
         alignment = values.executable.alignment
         self.sizes = np.array([aligned(v.size, alignment) for v in values.all], dtype=np.int64)  # [V]
-        bits = _unpack(liveness.occupied, len(values.all))  # [T, V]
-        self.live = bits @ self.sizes  # [T]
-        self.first = bits.argmax(axis=0)  # [V]
-        self.duration = bits.sum(axis=0)  # [V]
-        self.pressure = np.array([self.live[column].max() for column in bits.T], dtype=np.int64)  # [V]
-        self.conflicts = _conflicts(bits)  # [V, V]
-        self.intervals = [_intervals(column) for column in bits.T]  # [V] lists of half-open intervals
+        self.intervals = liveness.occupied.intervals(len(values.all))  # [V] lists of half-open intervals of steps
         self.has_holes = np.array([len(intervals) > 1 for intervals in self.intervals])  # [V]
+        self.first = np.array([intervals[0][0] for intervals in self.intervals])  # [V]
+        self.duration = np.array([sum(high - low for low, high in intervals) for intervals in self.intervals])  # [V]
+        change = np.zeros(len(liveness.occupied) + 1, dtype=np.int64)
+        self._owner = np.repeat(np.arange(len(values.all)), [len(intervals) for intervals in self.intervals])  # [I] of all intervals
+        self._lower, self._upper = np.array([run for intervals in self.intervals for run in intervals]).T  # [I]
+        np.add.at(change, self._lower, self.sizes[self._owner])
+        np.subtract.at(change, self._upper, self.sizes[self._owner])
+        self.live = np.cumsum(change[:-1])  # [T]
+        pressure = [self.live[low:high].max() for low, high in zip(self._lower.tolist(), self._upper.tolist())]
+        self.pressure = np.zeros(len(values.all), dtype=np.int64)  # [V]
+        np.maximum.at(self.pressure, self._owner, pressure)
+
+    def conflicting(self, value: int) -> np.ndarray:
+        """The values, itself among them, that are occupied at a step at which `value` is; one with holes may occur several times."""
+        met = np.zeros(len(self._owner), dtype=bool)
+        for low, high in self.intervals[value]:
+            met |= (self._lower < high) & (self._upper > low)
+        return self._owner[met]
 
     @property
     def max_live(self) -> int:
@@ -62,8 +76,14 @@ def find_addresses(values: Values, liveness: Liveness, solve: AddressSolver, sec
     occupancy = Occupancy(values, liveness)
     alignment = values.executable.alignment
     everything = np.ones(len(values.all), dtype=bool)
-    best = min((_place(occupancy, order) for order in _priority_orders(occupancy, everything)), key=_height)
-    deadline = time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = begin + seconds
+    orders = _priority_orders(occupancy, everything)
+    best = _place(occupancy, next(orders))
+    for order in orders:
+        if best.height == occupancy.max_live or time.monotonic() > begin + HEURISTICS_SHARE * seconds:
+            break
+        best = min(best, _place(occupancy, order), key=_height)
     problems = list(_problems(occupancy, alignment))
     for number, problem in enumerate(problems, 1):
         left = deadline - time.monotonic()
@@ -131,33 +151,6 @@ def _core_problem(
     return _CoreProblem(AddressProblem(buffers=tuple(buffers), alignment=alignment), buffers_of)
 
 
-def _intervals(column: np.ndarray) -> list[tuple[int, int]]:
-    """The half-open intervals in which a boolean array [T] is set."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], column.astype(np.int8), [0]))))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
-
-
-def _unpack(bit_sets: list[int], num_values: int) -> np.ndarray:
-    """Bit sets as a boolean array [T, V]."""
-    num_bytes = (num_values + 7) // 8
-    raw = b"".join(bits.to_bytes(num_bytes, "little") for bits in bit_sets)
-    packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(bit_sets), num_bytes)
-    return np.unpackbits(packed, axis=1, bitorder="little", count=num_values).astype(bool)
-
-
-def _conflicts(bits: np.ndarray) -> np.ndarray:
-    """[V, V]: whether two values are occupied at one step. Every pair is seen when its later one enters."""
-    conflicts = np.zeros((bits.shape[1], bits.shape[1]), dtype=bool)
-    previous = np.zeros(bits.shape[1], dtype=bool)
-    for row in bits:
-        entering = np.flatnonzero(row & ~previous)
-        conflicts[entering] |= row
-        previous = row
-    conflicts |= conflicts.T
-    np.fill_diagonal(conflicts, False)
-    return conflicts
-
-
 def _priority_orders(occupancy: Occupancy, chosen: np.ndarray) -> Iterator[np.ndarray]:
     """Orders for first fit of the chosen values: by size, by size and time, and the values of the fullest steps first."""
     size, duration, pressure = -occupancy.sizes, -occupancy.duration, -occupancy.pressure
@@ -178,19 +171,17 @@ def _place(occupancy: Occupancy, order: Iterable[int]) -> Addresses:
     offsets = np.zeros(len(sizes), dtype=np.int64)
     placed = np.zeros(len(sizes), dtype=bool)
     for value in order:
-        neighbours = np.flatnonzero(occupancy.conflicts[value] & placed)
+        neighbours = occupancy.conflicting(value)
+        neighbours = neighbours[placed[neighbours]]
         neighbours = neighbours[np.argsort(offsets[neighbours], kind="stable")]
-        offsets[value] = _lowest_gap(offsets[neighbours].tolist(), sizes[neighbours].tolist(), int(sizes[value]))
+        offsets[value] = _lowest_gap(offsets[neighbours], sizes[neighbours], int(sizes[value]))
         placed[value] = True
     height = int((offsets + sizes).max())
     return Addresses(offsets=tuple(offsets.tolist()), height=height, max_live=occupancy.max_live)
 
 
-def _lowest_gap(starts: list[int], sizes: list[int], size: int) -> int:
+def _lowest_gap(starts: np.ndarray, sizes: np.ndarray, size: int) -> int:
     """The lowest offset where `size` bytes fit between blocks that are sorted by their starts."""
-    offset = 0
-    for start, length in zip(starts, sizes):
-        if offset + size <= start:
-            break
-        offset = max(offset, start + length)
-    return offset
+    tops = np.concatenate(([0], np.maximum.accumulate(starts + sizes)))
+    fits = np.flatnonzero(starts - tops[:-1] >= size)
+    return int(tops[fits[0]] if len(fits) else tops[-1])

@@ -3,10 +3,13 @@
 Time steps number the thunks in the order in which they stand; a thunk with nested sequences has a step before them, one
 behind them, and a loop one more between its condition and its body. A value is *occupied* at a step when some byte of it
 may have been written and may still be read, or when the thunk of the step touches it: exact, with holes (a loop-carried buffer
-is free between its last read and its next write). Sets of values are bit sets in Python integers.
+is free between its last read and its next write). Sets of values are bit sets in Python integers; what is kept of them are their changes
+from step to step (`BitSets`), so that memory grows with the program's length and not with its square.
 """
 
+import bisect
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 from graphacc.runtime.replan.model import Control, Executable, Mode, Sequence, Thunk
 from graphacc.runtime.replan.values import Value, Values
@@ -53,6 +56,74 @@ def make_timeline(executable: Executable, orders: Orders) -> Timeline:
     return Timeline(begin=begin, middle=middle, end=end, length=now)
 
 
+class BitSets:
+    """A sequence of bit sets that change little from one to the next, kept as the bits that change. Looks like a list of integers."""
+
+    _STRIDE = 256  # every so many sets one is kept whole
+
+    def __init__(self, sets: Iterable[int]):
+        self._changes: list[tuple[int, ...]] = []  # of each set: the bits in which it differs from the one before
+        self._whole: list[int] = []
+        before = 0
+        for number, bits in enumerate(sets):
+            self._changes.append(tuple(_members(bits ^ before)))
+            before = bits
+            if number % self._STRIDE == 0:
+                self._whole.append(bits)
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def __iter__(self) -> Iterator[int]:
+        return self._run(0, len(self))
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            assert step == 1, "steps are asked for as they follow each other"
+            return list(self._run(start, stop))
+        place = range(len(self))[place]
+        return next(self._run(place, place + 1))
+
+    def _run(self, start: int, stop: int) -> Iterator[int]:
+        if start >= stop:
+            return
+        first = start - start % self._STRIDE
+        bits = self._whole[first // self._STRIDE]
+        for place in range(first, stop):
+            if place > first:
+                for member in self._changes[place]:
+                    bits ^= 1 << member
+            if place >= start:
+                yield bits
+
+    def changes(self) -> list[tuple[int, ...]]:
+        """Of each set the bits in which it differs from the one before; of the first, from the empty set."""
+        return self._changes
+
+    def intervals(self, num_bits: int) -> list[list[tuple[int, int]]]:
+        """For every bit the half-open intervals of places in whose sets it is, ascending."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(num_bits)]
+        since: dict[int, int] = {}
+        for place, changed in enumerate(self._changes):
+            for member in changed:
+                if member in since:
+                    found[member].append((since.pop(member), place))
+                else:
+                    since[member] = place
+        for member, place in since.items():
+            found[member].append((place, len(self)))
+        return found
+
+
+def _members(bits: int) -> Iterator[int]:
+    """The bits that are set, the highest first: so the integer gets shorter as it goes."""
+    while bits:
+        highest = bits.bit_length() - 1
+        yield highest
+        bits ^= 1 << highest
+
+
 class Liveness:
     """Occupied values per time step, and between the thunks of every sequence."""
 
@@ -67,13 +138,16 @@ class Liveness:
         self._written_between: list[list[int]] = [[] for _ in executable.sequences]
         self._backward(executable.root, 0)
         self._forward(executable.root, 0)
-        self.occupied = [n & w for n, w in zip(self._needed, self._written)]
-        for thunk in executable.thunks:
-            self.occupied[self.timeline.middle[thunk.index]] |= self._reads[thunk.index] | self._writes[thunk.index]
+        touched = {self.timeline.middle[t.index]: self._reads[t.index] | self._writes[t.index] for t in executable.thunks}
+        both = zip(self._needed, self._written, strict=True)
+        self.occupied = BitSets(n & w | touched.get(step, 0) for step, (n, w) in enumerate(both))
+        sequences = zip(self._needed_between, self._written_between, strict=True)
+        self._between = [BitSets(n & w for n, w in zip(needed, written, strict=True)) for needed, written in sequences]
+        del self._needed, self._written, self._needed_between, self._written_between, self._reads, self._writes, self._kills
 
-    def between(self, sequence: Sequence) -> list[int]:
+    def between(self, sequence: Sequence) -> BitSets:
         """Values that hold bytes before place 0, 1, ... n of the ordered sequence (n + 1 bit sets)."""
-        return [n & w for n, w in zip(self._needed_between[sequence.index], self._written_between[sequence.index])]
+        return self._between[sequence.index]
 
     # --- backward: values whose bytes may still be read ---
 
@@ -98,7 +172,7 @@ class Liveness:
         else:
             inside = self._backward(thunk.nested[0], needed) if thunk.nested else needed
             before = inside & ~self._kills[i] | self._reads[i]
-        self._needed[time.begin[i]] |= before
+        self._needed[time.begin[i]] = self._needed[time.begin[i]] | before if thunk.nested else before  # a leaf touches what else is needed behind it
         return before
 
     def _backward_loop(self, thunk: Thunk, needed: int) -> int:
@@ -186,25 +260,24 @@ def _covers(ranges: list[tuple[int, int]], value: Value) -> bool:
 def find_overlap(values: Values, liveness: Liveness) -> tuple[Value, Value] | None:
     """Two values that are occupied at one step and share a byte, or None.
 
-    Values that enter at a step are compared with all others of that step, so every pair is seen when its later one enters.
+    The occupied values are kept by address. As they share no byte, one that enters need only be compared with its neighbours.
     """
-    previous = 0
-    for occupied in liveness.occupied:
-        entering = members(occupied & ~previous, values)
-        present = members(occupied, values) if entering else []
-        for value in entering:
-            for other in present:
-                if other is not value and value.start < other.end and other.start < value.end:
-                    return value, other
-        previous = occupied
+    present: list[tuple[int, int]] = []  # (start, value)
+    inside: set[int] = set()
+    for changed in liveness.occupied.changes():
+        for index in inside.intersection(changed):
+            del present[bisect.bisect_left(present, (values.all[index].start, index))]
+        for index in set(changed) - inside:
+            value = values.all[index]
+            place = bisect.bisect_left(present, (value.start, index))
+            for _, other in present[max(place - 1, 0) : place + 1]:
+                if value.start < values.all[other].end and values.all[other].start < value.end:
+                    return value, values.all[other]
+            present.insert(place, (value.start, index))
+        inside.symmetric_difference_update(changed)
     return None
 
 
 def members(bits: int, values: Values) -> list[Value]:
     """The values in a bit set."""
-    found = []
-    while bits:
-        lowest = bits & -bits
-        found.append(values.all[lowest.bit_length() - 1])
-        bits ^= lowest
-    return found
+    return [values.all[member] for member in _members(bits)][::-1]

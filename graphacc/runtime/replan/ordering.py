@@ -5,7 +5,9 @@ A loop-carried value gives two of them to the loop's body, one that comes in and
 is one operator, whose workspace is what its nested sequences need beyond the buffers that it touches itself.
 """
 
+import bisect
 import dataclasses
+import operator
 import time
 from collections.abc import Callable
 
@@ -109,7 +111,7 @@ class SequenceModel:
         self._values = values
         self._executable: Executable = values.executable
         self._liveness = Liveness(values, orders)
-        self._between = self._liveness.between(sequence)
+        self._between = self._liveness.between(sequence).intervals(len(values.all))  # [V] intervals of places
         self._place_of = _places(sequence)
         self.stretches = [s for value in values.all for s in self._stretches(value)]
         workspaces = [self._workspace(place, thunk, bounds) for place, thunk in enumerate(sequence.thunks)]
@@ -127,11 +129,10 @@ class SequenceModel:
         places = list(dict.fromkeys(self._place_of[t] for t in value.thunks if t in self._place_of))
         if not places:
             return []
-        bit = 1 << value.index
-        between = self._between
+        between = self._between[value.index]
         runs: list[list[int]] = [[]]
         for place in sorted(places):
-            if runs[-1] and not between[place] & bit:
+            if runs[-1] and not _holds(between, place):
                 runs.append([])
             runs[-1].append(place)
         first, last = runs[0][0], runs[-1][-1]
@@ -139,8 +140,8 @@ class SequenceModel:
             Stretch(
                 value=value,
                 places=tuple(run),
-                comes_in=run[0] == first and bool(between[first] & bit),
-                goes_out=run[-1] == last and bool(between[last + 1] & bit),
+                comes_in=run[0] == first and _holds(between, first),
+                goes_out=run[-1] == last and _holds(between, last + 1),
             )
             for run in runs
         ]
@@ -200,6 +201,12 @@ class SequenceModel:
             is_input=stretch.comes_in,
             is_output=stretch.goes_out,
         )
+
+
+def _holds(intervals: list[tuple[int, int]], place: int) -> bool:
+    """Whether a place is in one of the half-open intervals, which ascend."""
+    last = bisect.bisect_right(intervals, place, key=operator.itemgetter(0)) - 1
+    return last >= 0 and place < intervals[last][1]
 
 
 def _places(sequence: Sequence) -> dict[int, int]:
