@@ -93,6 +93,7 @@ def _plan_order(options: argparse.Namespace) -> int:
     plan = plan_order_and_addresses(problem, seconds=options.seconds, threads=options.threads, alignment=options.alignment)
     print(f"order: {describe_order(plan.order)}")
     print(f"addresses: {describe(plan.addresses)}")
+    print(f"together: lower bound {plan.lower_bound:,}; the limit is {plan.limit}")
     if options.output:
         write_plan(options.output, problem, plan)
     if options.picture:

@@ -109,3 +109,14 @@ class Plan:
     order: OrderPlan
     addresses: AddressPlan
     live_ranges: tuple[tuple[int, int], ...]  # of every buffer, as positions in the order, half-open
+    lower_bound: int  # bytes; no order has a lower arena
+
+    @property
+    def limit(self) -> str:
+        """What keeps the arena from being lower, as far as it is known."""
+        height, peak = self.addresses.height, self.order.peak
+        if height <= self.lower_bound:
+            return "nothing: no order and no addresses need less"
+        if height > peak:
+            return f"fragmentation: {height - peak} bytes of the arena are above the peak of live bytes"
+        return f"the order: its peak is {peak - self.lower_bound} bytes above what is proved to be needed"
