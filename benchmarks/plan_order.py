@@ -34,11 +34,11 @@ BASELINES = [name for name in HEURISTICS if name != "eager free"]  # that one is
 Tensors = dict[str, torch.Tensor]
 
 
-def _images(batch_size: int) -> Tensors:
+def images(batch_size: int) -> Tensors:
     return {"pixel_values": torch.empty(batch_size, 3, 224, 224), "labels": torch.zeros(batch_size, dtype=torch.long)}
 
 
-def _tokens(length: int) -> Tensors:
+def tokens(length: int) -> Tensors:
     tokens = torch.zeros(1, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -58,20 +58,20 @@ def _efficientnet() -> nn.Module:
     return transformers.EfficientNetForImageClassification(config)
 
 
-def _gpt2(**sizes: int) -> nn.Module:
+def gpt2(**sizes: int) -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **sizes))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensors]]] = {
-    "resnet50-1": (_resnet50, lambda: _images(1)),
-    "resnet50-32": (_resnet50, lambda: _images(32)),
-    "mobilenetv2-1": (_mobilenetv2, lambda: _images(1)),
-    "mobilenetv2-32": (_mobilenetv2, lambda: _images(32)),
-    "efficientnet-b0-1": (_efficientnet, lambda: _images(1)),
-    "efficientnet-b0-32": (_efficientnet, lambda: _images(32)),
-    "bert-base": (lambda: transformers.BertForMaskedLM(transformers.BertConfig()), lambda: _tokens(512)),
-    "gpt2": (_gpt2, lambda: _tokens(1024)),
-    "gpt2-xl": (lambda: _gpt2(n_embd=1600, n_layer=48, n_head=25), lambda: _tokens(1024)),
+    "resnet50-1": (_resnet50, lambda: images(1)),
+    "resnet50-32": (_resnet50, lambda: images(32)),
+    "mobilenetv2-1": (_mobilenetv2, lambda: images(1)),
+    "mobilenetv2-32": (_mobilenetv2, lambda: images(32)),
+    "efficientnet-b0-1": (_efficientnet, lambda: images(1)),
+    "efficientnet-b0-32": (_efficientnet, lambda: images(32)),
+    "bert-base": (lambda: transformers.BertForMaskedLM(transformers.BertConfig()), lambda: tokens(512)),
+    "gpt2": (gpt2, lambda: tokens(1024)),
+    "gpt2-xl": (lambda: gpt2(n_embd=1600, n_layer=48, n_head=25), lambda: tokens(1024)),
 }
 """Name, with the batch size where it is not 1 -> how to build the model, and its batch."""
 

@@ -40,7 +40,7 @@ def plan(problem: Problem, *, seconds: float = 10.0, threads: int = 2, alignment
     begin = time.monotonic()
     order = solve_order(problem, seconds=seconds * ORDER_SHARE)
     ranges = live_ranges(problem, order.order)
-    stored = _stored(problem, order.order, ranges)
+    stored = stored_buffers(problem, order.order, ranges)
     left = max(seconds - (time.monotonic() - begin), 1.0)
     arena = AddressProblem(buffers=tuple(buffer for buffer in stored if buffer is not None), alignment=alignment)
     addresses = solve_addresses(arena, seconds=left, threads=threads)
@@ -78,7 +78,7 @@ def _improve_jointly(problem: Problem, known: Plan, *, alignment: int, seconds: 
         seconds=known.order.seconds,
     )
     ranges = live_ranges(problem, joint.order)
-    stored = _stored(problem, joint.order, ranges)
+    stored = stored_buffers(problem, joint.order, ranges)
     arena = AddressProblem(buffers=tuple(buffer for buffer in stored if buffer is not None), alignment=alignment)
     offsets = tuple(offset for buffer, offset in zip(stored, joint.offsets, strict=True) if buffer is not None)
     height = max(buffer.size + offset for buffer, offset in zip(arena.buffers, offsets, strict=True))
@@ -95,7 +95,7 @@ def _improve_jointly(problem: Problem, known: Plan, *, alignment: int, seconds: 
     return Plan(order=order, addresses=addresses, live_ranges=ranges, lower_bound=joint.lower_bound)
 
 
-def _stored(problem: Problem, order: tuple[int, ...], ranges: tuple[tuple[int, int], ...]) -> list[LiveBuffer | None]:
+def stored_buffers(problem: Problem, order: tuple[int, ...], ranges: tuple[tuple[int, int], ...]) -> list[LiveBuffer | None]:
     """What needs an address: one entry per buffer, then one per operator with a workspace; None for what needs none."""
     stored: list[LiveBuffer | None] = []
     for buffer, (lower, upper) in zip(problem.buffers, ranges):

@@ -6,10 +6,11 @@ import random
 
 from order_cases import layered_training_problem, random_problem
 
+from graphacc.passes.memory import plan as plan_module
 from graphacc.passes.memory.addresses import solve_addresses
 from graphacc.passes.memory.joint import solve_jointly
 from graphacc.passes.memory.order.graph import compile_problem, live_ranges
-from graphacc.passes.memory.plan import _stored, plan
+from graphacc.passes.memory.plan import stored_buffers, plan
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, LiveBuffer, OrderPlan, Plan, Status
 from graphacc.passes.memory.validate import check_addresses, check_order
 
@@ -55,7 +56,7 @@ def _least_height(problem):
     best = None
     for order in itertools.permutations(range(len(problem.operators))):
         if compile_problem(problem).is_valid(order):
-            buffers = [b for b in _stored(problem, order, live_ranges(problem, order)) if b is not None]
+            buffers = [b for b in stored_buffers(problem, order, live_ranges(problem, order)) if b is not None]
             found = solve_addresses(AddressProblem(buffers=tuple(buffers)), seconds=10)
             assert found.status is Status.OPTIMAL
             best = found.height if best is None else min(best, found.height)
@@ -80,3 +81,13 @@ def test_a_plan_says_what_limits_it():
     assert limited.limit.startswith("the order: its peak is 2 bytes")
     assert dataclasses.replace(limited, addresses=dataclasses.replace(addresses, height=11)).limit.startswith("fragmentation: 1 bytes")
     assert dataclasses.replace(limited, lower_bound=10).limit.startswith("nothing")
+
+
+def test_another_order_of_the_same_peak_has_an_arena_without_holes(monkeypatch):
+    problem = random_problem(58, 8)
+    answer = plan(problem, seconds=10.0, alignment=4)
+    _check(problem, answer, 4)
+    monkeypatch.setattr(plan_module, "JOINT_OPERATORS", 0)
+    apart = plan(problem, seconds=10.0, alignment=4)
+    assert answer.addresses.height == answer.order.peak == apart.order.peak == answer.order.lower_bound < apart.addresses.height
+    assert (answer.limit[:8], apart.limit[:13]) == ("nothing:", "fragmentation")
