@@ -10,7 +10,7 @@ from graphacc.passes.memory import plan as plan_module
 from graphacc.passes.memory.addresses import solve_addresses
 from graphacc.passes.memory.joint import solve_jointly
 from graphacc.passes.memory.order.graph import compile_problem, live_ranges
-from graphacc.passes.memory.plan import stored_buffers, plan
+from graphacc.passes.memory.plan import plan, stored_buffers
 from graphacc.passes.memory.problem import AddressPlan, AddressProblem, LiveBuffer, OrderPlan, Plan, Status
 from graphacc.passes.memory.validate import check_addresses, check_order
 
