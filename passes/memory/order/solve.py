@@ -28,7 +28,7 @@ FEW_PLACED = 200
 TOGETHER = 60
 MAX_EXACT_CUTS = 64
 PROGRAM_GAP = 5e-3
-"""The relative gap from which on integer programs decide what the other searches leave open."""
+"""The relative gap from which on a target without success is followed by better bounds and then by integer programs, not by more targets."""
 PROGRAM_TARGETS = (0.0, 0.5)
 """Their targets, as shares of the way from the bound to the peak."""
 PROGRAM_STEP = 0.8 * STEP
@@ -108,6 +108,7 @@ class _Search:
         self.unproved = sys.maxsize  # the least target that is not disproved although that was tried
         self.refused = 0  # the largest target that is not disproved and at which no order was found
         self.attempts = 0
+        self.failures = 0  # targets one after the other at which nothing was gained
         self.exhausted = False
         self.num_placed = FEW_PLACED
         self.num_together = 0
@@ -155,7 +156,7 @@ class _Search:
             self._attempt(low)
         elif min(peak, self.unproved) - low > COARSE * step and not self.num_together:
             self._prove(self.model.copy(), (low + min(peak, self.unproved)) // 2)
-        elif peak - refused > step:
+        elif peak - refused > step and not (self.failures and self.gap() <= PROGRAM_GAP):
             self.num_together = self.num_together or TOGETHER
             self._attempt((refused + peak) // 2)
         elif min(peak, self.unproved) - low > step:
@@ -188,7 +189,9 @@ class _Search:
         """Look for an order of the reduced graph whose peak is at most `target`."""
         model = self.model.copy()
         if self._prove(model, target):
+            before = self._reduced_peak()
             self._search(model, target)
+            self.failures = 0 if self._reduced_peak() < before else self.failures + 1
             if self._reduced_peak() > target:
                 self.refused = max(self.refused, target)
 
