@@ -10,6 +10,7 @@ from step to step (`BitSets`), so that memory grows with the program's length an
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import overload
 
 from graphacc.runtime.replan.model import Control, Executable, Mode, Sequence, Thunk
 from graphacc.runtime.replan.values import Value, Values
@@ -77,7 +78,13 @@ class BitSets:
     def __iter__(self) -> Iterator[int]:
         return self._run(0, len(self))
 
-    def __getitem__(self, place: int | slice) -> int | list[int]:
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place):
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
             assert step == 1, "steps are asked for as they follow each other"
