@@ -35,20 +35,26 @@ def placer(shape: tuple[int, ...], dtype: np.dtype, layout: jax.sharding.NamedSh
     """A function that makes arrays of one form: it takes a function from index to numpy block, as `jax.make_array_from_callback` does, which
     works out everything anew at every call and takes ten times as long. Equal blocks of several devices are asked for once.
     """
-    from jax._src.lib import xla_client
+
+    def place_anew(block) -> jax.Array:
+        with x64():
+            return jax.make_array_from_callback(shape, layout, block, dtype=dtype)
+
+    places = layout.addressable_devices_indices_map(shape)
+    if not places or not has(probes.DIRECT_UPLOADS):
+        return place_anew
+    from jaxlib import xla_client
 
     with x64():
         aval = jax.core.ShapedArray(shape, dtype)
-    places = layout.addressable_devices_indices_map(shape)
-    if not places:
-        return functools.partial(jax.make_array_from_callback, shape, layout, dtype=dtype)
     devices = list(places)
     keys = [tuple((part.start, part.stop) for part in index) for index in places.values()]
     indices = dict(zip(keys, places.values()))
 
     def place(block) -> jax.Array:
         blocks = {key: block(index) for key, index in indices.items()}
-        return xla_client.batched_device_put(aval, layout, [blocks[key] for key in keys], devices, True, enable_x64=True)
+        with x64():
+            return xla_client.batched_device_put(aval, layout, [blocks[key] for key in keys], devices, True)
 
     return place
 

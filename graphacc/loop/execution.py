@@ -275,7 +275,7 @@ class Execution:
         for item in missing:
             name, _, key = item.target.rpartition("/")
             keys[name].append(key)
-        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)):
+        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)) if missing else ():
             for key in keys[name]:
                 self.engine.programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
             self.engine.handles[name].let_go()
