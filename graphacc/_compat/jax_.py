@@ -47,6 +47,7 @@ def placer(shape: tuple[int, ...], dtype: np.dtype, layout: jax.sharding.NamedSh
 
     with x64():
         aval = jax.core.ShapedArray(shape, dtype)
+    put: typing.Any = xla_client.batched_device_put
     devices = list(places)
     keys = [tuple((part.start, part.stop) for part in index) for index in places.values()]
     indices = dict(zip(keys, places.values()))
@@ -54,7 +55,7 @@ def placer(shape: tuple[int, ...], dtype: np.dtype, layout: jax.sharding.NamedSh
     def place(block) -> jax.Array:
         blocks = {key: block(index) for key, index in indices.items()}
         with x64():
-            return xla_client.batched_device_put(aval, layout, [blocks[key] for key in keys], devices, True)
+            return put(aval, layout, [blocks[key] for key in keys], devices, True)
 
     return place
 

@@ -8,6 +8,7 @@ Legend: N rows, C columns.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,10 @@ class RowSums:
         """What `run` needs for one of the nodes."""
         return (self.source, self.subtracted) if node is self.total else (self.source,)
 
-    def run(self, node: torch.fx.Node, env: dict) -> dict[torch.fx.Node, jax.Array]:
+    def run(self, node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> dict[torch.fx.Node, jax.Array]:
         """Values of `node`, and of the other one where both come from one call."""
         x = env[self.source].reshape(-1, env[self.source].shape[-1])
+        found: dict[torch.fx.Node, Any]
         if node is self.total:
             found = {node: lax.platform_dependent(x, env[self.subtracted].reshape(-1), cpu=_exponentials_on_cpu, default=_exponentials)}
         elif self.subtracted is self.largest:
@@ -70,41 +72,46 @@ def _match(total: torch.fx.Node) -> RowSums | None:
     x = _operand(difference, "aten.sub.Tensor")
     if total.kwargs or exp is None or difference is None or x is None or difference.kwargs or set(exp.users) != {total}:
         return None
-    subtracted, value = difference.args[1], x.meta["val"]
+    subtracted, value = _arguments(difference)[1], x.meta["val"]
     if value.dtype is not torch.float32 or value.ndim == 0 or value.numel() < LEAST_ELEMENTS or not _is_over_rows(total, value.ndim):
         return None
+    if not isinstance(subtracted, torch.fx.Node) or subtracted.meta["val"].shape != (*value.shape[:-1], 1):
+        return None
     peak = subtracted
-    while isinstance(peak, torch.fx.Node) and (str(peak.target) in _EXCHANGES or _is_max_of_ranks(peak)):
-        peak = peak.args[0]
+    while str(peak.target) in _EXCHANGES or _is_max_of_ranks(peak):
+        peak = _arguments(peak)[0]
     if _operand(peak, "aten.amax.default") is not x or not _is_over_rows(peak, value.ndim):
         return None
     return RowSums(_narrow(x), peak, subtracted, total)
 
 
+def _arguments(node: torch.fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _operand(node: object, target: str) -> torch.fx.Node | None:
     """What a node of an operator works on; None for a node of another one."""
-    found = node.args[0] if isinstance(node, torch.fx.Node) and str(node.target) == target else None
+    found = _arguments(node)[0] if isinstance(node, torch.fx.Node) and str(node.target) == target else None
     return found if isinstance(found, torch.fx.Node) else None
 
 
 def _is_over_rows(node: torch.fx.Node, ndim: int) -> bool:
     """Whether a reduction is along the last dim, which stays with size 1."""
-    dims, *keepdim = node.args[1:]
+    dims, *keepdim = _arguments(node)[1:]
     return isinstance(dims, (list, tuple)) and [dim % ndim for dim in dims] == [ndim - 1] and keepdim == [True]
 
 
 def _is_max_of_ranks(node: torch.fx.Node) -> bool:
-    return str(node.target) == "_c10d_functional.all_reduce.default" and node.args[1] == "max"
+    return str(node.target) == "_c10d_functional.all_reduce.default" and _arguments(node)[1] == "max"
 
 
 def _narrow(x: torch.fx.Node) -> torch.fx.Node:
     """The array of half precision with the same rows that `x` was widened from, or `x`."""
     node, columns = x, x.meta["val"].shape[-1]
-    while str(node.target) in _RESHAPES and node.args[0].meta["val"].shape[-1:] == (columns,):
-        node = node.args[0]
-    if str(node.target) != "aten._to_copy.default" or node.args[0].meta["val"].dtype not in _HALF:
-        return x
-    return node.args[0]
+    while str(node.target) in _RESHAPES and _arguments(node)[0].meta["val"].shape[-1:] == (columns,):
+        node = _arguments(node)[0]
+    widened = _operand(node, "aten._to_copy.default")
+    return widened if widened is not None and widened.meta["val"].dtype in _HALF else x
 
 
 def _sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
