@@ -18,7 +18,7 @@ A call of the forward inside of ``torch.utils.checkpoint`` has a `Checkpointed` 
 import dataclasses
 import enum
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.fx
@@ -47,6 +47,8 @@ class Kind(enum.Enum):
     LOSS = "loss"  # output only: the loss, 0-d
     USER = "user"  # output only: a tensor that the user's loop still holds; target is its index
     CROSS = "cross"  # a value that one program of a pipeline passes to another; target is the node that made it
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every step looks up each of its values by kind and name
 
 
 CHECKPOINT = "checkpoint"
@@ -169,9 +171,7 @@ class StepGraph:
                 graph.output(torch.fx.map_arg(node.args[0], copies.__getitem__))
                 graph.output_node().meta = dict(node.meta)
             else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-                new.meta.update(node.meta)  # `node_copy` assigns it, and fx then looks the node up again
+                copies[node] = copy_node(graph, node, copies.__getitem__)
         return StepGraph(graph, self.inputs, self.outputs, self.constants)
 
     def verify(self) -> None:
@@ -185,6 +185,22 @@ class StepGraph:
         _verify_outputs(self)
         for node in self.graph.nodes:
             _verify_node(node)
+
+
+def copy_node(graph: torch.fx.Graph, node: torch.fx.Node, operand: Callable[[torch.fx.Node], torch.fx.Node], *, renumber: bool = False) -> torch.fx.Node:
+    """`graph.node_copy(node, operand)`, for graphs of many nodes.
+
+    Args:
+        renumber: the name gets the next number that is free. fx tries all numbers from 1 on where the node's own is taken: quadratic in a model's depth.
+    """
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+    name = node.name
+    if renumber:
+        base, _, number = name.rpartition("_")
+        name = base if base and number.isdecimal() else name
+    copy = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    copy.meta.update(node.meta)  # `node_copy` assigns it, and fx then looks the node up again
+    return copy
 
 
 def _verify_inputs(step: StepGraph) -> None:

@@ -11,6 +11,7 @@ namespace {
 
 using gacc::FlashKernels;
 using gacc::Kernels;
+using gacc::RowKernels;
 
 bool always() { return true; }
 
@@ -42,14 +43,15 @@ const Features& features() {
 struct Choice {
   const Kernels* kernels;
   const FlashKernels* flash;
+  const RowKernels* rows;
   bool (*available)();
 };
 
 const Choice choices[] = {
-    {&gacc::kernels_portable, &gacc::flash_portable, always},
+    {&gacc::kernels_portable, &gacc::flash_portable, &gacc::rows_portable, always},
 #ifdef GACC_X86
-    {&gacc::kernels_avx2, &gacc::flash_avx2, has_avx2},
-    {&gacc::kernels_avx512, &gacc::flash_avx512, has_avx512},
+    {&gacc::kernels_avx2, &gacc::flash_avx2, &gacc::rows_avx2, has_avx2},
+    {&gacc::kernels_avx512, &gacc::flash_avx512, &gacc::rows_avx512, has_avx512},
 #endif
 };
 
@@ -81,6 +83,11 @@ const Kernels* find_kernels(int32_t isa) {
 const FlashKernels* find_flash_kernels(int32_t isa) {
   const Choice* choice = find(isa);
   return choice ? choice->flash : nullptr;
+}
+
+const RowKernels* find_row_kernels(int32_t isa) {
+  const Choice* choice = find(isa);
+  return choice ? choice->rows : nullptr;
 }
 
 int32_t best_isa() {

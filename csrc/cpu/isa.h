@@ -5,12 +5,14 @@
 
 #include "flash.h"
 #include "kernels.h"
+#include "rows.h"
 
 namespace gacc {
 
 // The kernels of instruction set number `isa`, or null after fail() if it is unknown or this CPU does not run it.
 const Kernels* find_kernels(int32_t isa);
 const FlashKernels* find_flash_kernels(int32_t isa);
+const RowKernels* find_row_kernels(int32_t isa);
 
 // The fastest instruction set that this CPU runs.
 int32_t best_isa();

@@ -160,6 +160,11 @@ BACKENDS = Feature(
     without="it is taken as started: join several processes by jax.distributed.initialize() in front of graphacc.compile",
     apis=("jax._src.xla_bridge:backends_are_initialized", "jax._src.xla_bridge:backends"),
 )
+DIRECT_UPLOADS = Feature(
+    title="uploads without JAX's Python code",
+    without="every tensor of the batch takes a step some 50 us longer to upload",
+    apis=("jaxlib.xla_client:batched_device_put",),
+)
 MORE_CPU_DEVICES = Feature(
     title="virtual CPU devices beside JAX's own",
     without="as many as the first model asks for are made where JAX has not started, and later models have those",

@@ -7,6 +7,7 @@ optimizer class that does the same to the same parameter groups and state (CPUAd
 
 import collections
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -237,8 +238,12 @@ def _prepares_group(optimizer_class: type[Optimizer]) -> bool:
 
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether every parameter is updated by itself, as torch's own optimizers do on their single-tensor path."""
-    found = getattr(optimizer, "functional_equivalent", lambda: type(optimizer))()
-    return inspect.unwrap(found.step).__module__.startswith("torch.optim.")
+    return _is_torchs_own(getattr(optimizer, "functional_equivalent", lambda: type(optimizer))())
+
+
+@functools.cache
+def _is_torchs_own(cls: type[Optimizer]) -> bool:
+    return inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
 
 
 def _prepared(optimizer: Optimizer, index: int, parameter: Tensor) -> dict:

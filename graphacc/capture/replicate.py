@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.graph import Input, Kind, Output, StepGraph, copy_node
 
 _OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE)
 
@@ -45,7 +45,7 @@ def replicated(step: StepGraph, representatives: Mapping[str, str]) -> StepGraph
     calls = [node for node in step.graph.nodes if node.op == "call_function"]
     for name, representative in {"": "", **representatives}.items():
         for node in (node for node in calls if owners[node] == representative):
-            copies[name, node] = graph.node_copy(node, lambda arg: copies[name if owners[arg] else "", arg])
+            copies[name, node] = copy_node(graph, node, lambda arg: copies[name if owners[arg] else "", arg], renumber=True)
 
     outputs, results = [], []
     for name, representative in representatives.items():

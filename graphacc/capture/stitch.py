@@ -5,7 +5,7 @@ import dataclasses
 from torch import fx
 
 from graphacc.errors import GraphError
-from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.graph import Input, Kind, Output, StepGraph, copy_node
 
 _Key = tuple[Kind, str]
 
@@ -51,7 +51,7 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
     made = [(out, copies[node]) for out, node in zip(first.outputs, first.results)]
     sources |= {_key(out): node for out, node in made if out.kind is not Kind.BUFFER}
     copies.update({node: sources[_key(item)] for node, item in zip(second.placeholders, second.inputs)})
-    _copy_calls(second, graph, copies)
+    _copy_calls(second, graph, copies, renumber=True)
     made = [(out, node) for out, node in made if out.kind is not Kind.GRAD]
     made += [(out, copies[node]) for out, node in zip(second.outputs, second.results)]
     graph.output(tuple(node for _, node in made))
@@ -95,7 +95,7 @@ def _check_wiring(first: StepGraph, second: StepGraph) -> None:
             )
 
 
-def _copy_calls(step: StepGraph, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+def _copy_calls(step: StepGraph, graph: fx.Graph, copies: dict[fx.Node, fx.Node], *, renumber: bool = False) -> None:
     for node in step.graph.nodes:
         if node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__, renumber=renumber)

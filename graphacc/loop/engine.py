@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
@@ -25,7 +24,7 @@ from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
-from graphacc.loop import regions
+from graphacc.loop import regions, trees
 from graphacc.loop.by_pytorch import ByPyTorch
 from graphacc.loop.choice import Choice
 from graphacc.loop.deferred import Deferred
@@ -112,6 +111,7 @@ class Engine:
         self.verifier = Verifier(self)
         self.islands = Islands(self)
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
+        self._last_function: ModelCall | None = None
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
 
@@ -202,7 +202,11 @@ class Engine:
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        return ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
+        function = ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
+        last = self._last_function
+        if last is None or function != last:
+            last = self._last_function = function
+        return last  # it has its hash
 
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
         if caches_parametrizations() and any(_is_parametrization_with_buffers(module) for module in self.structure.modules):
@@ -247,7 +251,7 @@ class Engine:
         """Why a call has to be run by PyTorch's autograd: an argument whose gradient is wanted."""
         if not torch.is_grad_enabled():
             return None
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in trees.leaves((args, kwargs)):
             if isinstance(leaf, Promise):
                 wanted = (leaf.requires_gradient and leaf.tape.engine is not self) or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
             else:
@@ -380,7 +384,8 @@ class Engine:
     def _new_tape(self) -> Tape:
         self.counter += 1
         tape = Tape(self, self.counter)
-        tape.parameter_versions = {name: handle.version for name, handle in self.handles.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            tape.parameter_versions = {name: handle.version for name, handle in self.handles.items()}
         return tape
 
     def _discard(self, tape: Tape) -> None:

@@ -39,7 +39,7 @@ class Execution:
         self._joints: dict[tuple, build.Step] = {}
 
     def joint(self, tape: Tape) -> build.Step:
-        key = (self.engine.fallback.backend.name, tape.key(tape.forward_calls), tape.loss, tuple(tape.outputs))
+        key = (self.engine.fallback.backend.name, tape.forward_key, tape.loss, tuple(tape.outputs))
         if key not in self._joints:
             strategy = self.engine.programs.strategy
             self._joints[key] = self.capture(build.joint_graph, tape, tape.outputs, strategy.precision, strategy.microbatches)
@@ -206,7 +206,7 @@ class Execution:
         return self.engine.fallback.attempt(lambda: self.engine.programs.get(kind, aspects, capture))
 
     def forward_aspects(self, tape: Tape) -> dict[str, object]:
-        code, batch = tape.key(tape.forward_calls)
+        code, batch = tape.forward_key
         return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
 
     def _run(
@@ -269,13 +269,13 @@ class Execution:
                     handle.release()
 
     def _upload_optimizer_state(self, compiled: Compiled, binding: Binding) -> None:
-        wanted = [item for item in compiled.graph.inputs if item.kind is Kind.STATE]
-        missing = [item for item in wanted if not binding.state_on_device or not self.engine.programs.holds(item.kind, item.target)]
+        holds = self.engine.programs.state.holds if binding.state_on_device else lambda kind, target: False
+        missing = [item for item in compiled.graph.inputs if item.kind is Kind.STATE and not holds(item.kind, item.target)]
         keys: dict[str, list[str]] = collections.defaultdict(list)
         for item in missing:
             name, _, key = item.target.rpartition("/")
             keys[name].append(key)
-        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)):
+        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)) if missing else ():
             for key in keys[name]:
                 self.engine.programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
             self.engine.handles[name].let_go()

@@ -14,7 +14,7 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.loop import build
 from graphacc.loop.fallback import NOT_COMPILED
-from graphacc.loop.managed import SPENT, ZERO, Handle, SpentGradient
+from graphacc.loop.managed import SPENT, ZERO, Handle
 from graphacc.loop.promise import Promise
 from graphacc.loop.tape import Tape
 
@@ -78,7 +78,7 @@ class Gradients:
     def read(self, handle: Handle) -> Tensor | None:
         """``parameter.grad``."""
         if handle.grad is SPENT:
-            return SpentGradient(handle)
+            return handle.spent
         if handle.grad is ZERO or handle.host_grad is not None or (isinstance(handle.grad, Tape) and handle.grad.closed):
             self.settle(handle)
         if isinstance(handle.grad, Tape):

@@ -684,11 +684,14 @@ class Structure:
     def __init__(self, model: nn.Module):
         self.modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         tables = [vars(module)[table] for module in self.modules for table in ("_modules", "_parameters", "_buffers")]
-        self._held = [(table, tuple(table.values())) for table in tables]
+        self._tables = tables
+        self._held = [value for table in tables for value in table.values()]
+        self._sizes = [len(table) for table in tables]
 
     def is_current(self) -> bool:
         """Whether all of them are still there, and nothing else is."""
-        return all(len(table) == len(held) and all(map(operator.is_, table.values(), held)) for table, held in self._held)
+        now = itertools.chain.from_iterable(map(dict.values, self._tables))
+        return list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._held))
 
 
 def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapping[str, object]) -> dict[str, object]:

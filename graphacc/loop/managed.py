@@ -10,11 +10,11 @@ import typing
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import outside_of_transforms, storage_users, swap_values, without_modes
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
+from graphacc.loop import trees
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -50,6 +50,7 @@ class Handle:
         self.differentiated = False  # the loop has used it in autograd's own graph
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
         self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
+        self._spent: SpentGradient | None = None  # what stands for a gradient that a step has consumed
         self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property
@@ -140,6 +141,13 @@ class Handle:
     def host_grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self.tensor.grad = value
+
+    @property
+    def spent(self) -> "SpentGradient":
+        """What ``.grad`` gives for a gradient that a step has consumed."""
+        if self._spent is None or _form(self._spent) != _form(self.tensor):
+            self._spent = SpentGradient(self)
+        return self._spent
 
     @property
     def trains(self) -> bool:
@@ -244,7 +252,7 @@ class SpentGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = trees.leaves((args, kwargs))
         spent = [leaf for leaf in leaves if isinstance(leaf, SpentGradient)]
         if func in _CLEARING:
             for gradient in spent:
@@ -446,7 +454,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
     if func in _METADATA or func in _LIKE:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     exposes = func in _EXPOSING
-    for leaf in pytree.tree_leaves((args, kwargs)):
+    for leaf in trees.leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
         making = handle.engine.deferred.making
@@ -485,7 +493,7 @@ def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]
         handle = handle_of(tensor)
         return handle.host_value() if handle is not None and handle.engine.capturing else tensor
 
-    return pytree.tree_map_only(Managed, plain, (args, kwargs))
+    return trees.map_only(Managed, plain, (args, kwargs))
 
 
 def _get_grad(tensor: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ whoever looks into ``optimizer.state`` finds it there, and what was changed in i
 
 import collections
 import dataclasses
+import operator
 import sys
 import typing
 import weakref
@@ -20,10 +21,14 @@ from graphacc._compat.torch_ import storage_users
 from graphacc.capture.optimizer import is_separable
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
+from graphacc.loop.identity import Identity
 from graphacc.loop.managed import handle_of
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+
+_UNCHANGING = (int, float, str, type(None))
+"""Types of settings that are what they are as long as they are the same objects."""
 
 _hooks_installed = False
 
@@ -41,10 +46,28 @@ class Binding:
     fetch: Callable[[], None] = lambda: None
     copies: dict[int, tuple[Tensor, int]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its version counter then
     given_out: bool = False  # the loop may hold tensors of the state
+    _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them
 
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
-        return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, tuple(sorted((k, repr(v)) for k, v in self.settings().items())))
+        return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, self._settings_key())
+
+    def _settings_key(self) -> Identity:
+        objects, (before, key) = self._setting_objects(), self._known
+        if key is None or objects is None or before is None or len(objects) != len(before) or not all(map(operator.is_, objects, before)):
+            key = Identity(tuple(sorted((k, repr(v)) for k, v in self.settings().items())))
+            self._known = objects, key
+        return key
+
+    def _setting_objects(self) -> list | None:
+        """Names and values of the settings: where they are the very objects of an earlier step, no setting has changed. None if that does not follow."""
+        found: list = [self.dynamic]
+        for group in self.optimizer.param_groups if is_separable(self.optimizer) else ():
+            for name, value in group.items():
+                if name != "lr" and name != "params":
+                    found.append(name)
+                    found.extend(value if isinstance(value, (tuple, list)) else (value,))
+        return found if len(found) > 1 and all(isinstance(value, _UNCHANGING) for value in found[1:]) else None
 
     def settings(self) -> dict[str, object]:
         """Every static setting of the groups, "<group>/<name>" -> value; tuples are spread out as "<name>.<i>"."""
@@ -61,6 +84,9 @@ class Binding:
 
     def note_changes(self) -> list[str]:
         """Make every number that changed since the last call an input of the program; returns their names."""
+        before = self._known[1]
+        if self.statics and self._settings_key() is before:
+            return []
         settings = self.settings()
         changed = [
             name for name, value in settings.items() if name in self.statics and value != self.statics[name] and isinstance(value, float)
@@ -287,7 +313,7 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer without parameters, for torch's own step, whose work is done."""
     idle = object.__new__(type(optimizer))
     vars(idle).update(vars(optimizer))
-    idle.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    idle.param_groups = [] if is_separable(optimizer) else [{**group, "params": []} for group in optimizer.param_groups]
     idle.state = collections.defaultdict(dict)
     return idle
 

@@ -1,8 +1,10 @@
 """The compiled programs of one model: built on demand from StepGraphs, kept by what makes them differ, run on one state."""
 
+import collections
 import dataclasses
 import logging
 import math
+import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
@@ -19,6 +21,7 @@ from graphacc.hlo import HloStep
 from graphacc.loop import collector
 from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
+from graphacc.loop.identity import Identity
 from graphacc.loop.offload import Offload
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
@@ -61,6 +64,7 @@ class Compiled:
     graph: Step  # as it was lowered: local along the data axes, or HLO
     program: Program
     constants: dict[str, jax.Array]  # target -> tensor that the trace lifted; its own, for names repeat between programs
+    numbers: dict[str, tuple[object, jax.Array]] = dataclasses.field(default_factory=dict)  # target -> a number of the optimizer at the last run, and its array
     capture_seconds: float
     pass_seconds: float
     compile_seconds: float
@@ -126,7 +130,7 @@ class Programs:
             self._move_from(before)
         self.offload = None if strategy.offload is None else Offload(delay=strategy.delay, delay_after=strategy.delay_after)
         self.compiled: list[Compiled] = []
-        self._by_key: dict[Hashable, Compiled] = {}
+        self._by_key: collections.OrderedDict[Identity, Compiled] = collections.OrderedDict()
         self._aspects: dict[str, dict[str, Hashable]] = {}
 
     def _move_from(self, before: TrainState) -> None:
@@ -145,31 +149,31 @@ class Programs:
 
     def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], Step]) -> Compiled:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
-        key = (kind, tuple(aspects.items()))
+        key = Identity((kind, tuple(aspects.items())))
         if key not in self._by_key:
             reason = self._reason(kind, dict(aspects))
             if not reason.startswith("first"):
                 log.warning("graphacc: compiling another %s program: %s", kind, reason)
             with collector.paused(), kept_random_state(), progress.building(f"the {kind} program") as built:
-                self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(key, capture()))
+                self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(kind, key, capture()))
             self.build_seconds += built.seconds
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
             if len(self._by_key) > MAX_PROGRAMS:
                 self._let_go(next(iter(self._by_key)))
-        self._by_key[key] = self._by_key.pop(key)  # last in order: the first one is the one that was not used for longest
+        self._by_key.move_to_end(key)  # the first one is the one that was not used for longest
         if key in self._labels:
             note(f"runs {self._labels[key]}")
         if key in self._agreements:
             meet(self._agreements.pop(key))
         return self._by_key[key]
 
-    def _let_go(self, key: Hashable) -> None:
+    def _let_go(self, key: Identity) -> None:
         gone = {id(part) for part in self._by_key.pop(key).parts}
         self.compiled = [compiled for compiled in self.compiled if id(compiled) not in gone]
         self.num_let_go += 1
 
-    def _agreed(self, key: tuple[str, Hashable], graph: Step) -> Step:
+    def _agreed(self, kind: str, key: Identity, graph: Step) -> Step:
         """A graph that all processes are about to compile; raises DistributedError where they differ."""
         count = process_count()
         if count > 1:
@@ -183,7 +187,7 @@ class Programs:
                 "fast_compile": self.fast_compile,
             }
             dims = default_batch_dims(graph) | self.batch_dims if self.local_batch else {}
-            description = describe(key[0], graph, settings, {name: (dim, count) for name, dim in dims.items() if dim is not None})
+            description = describe(kind, graph, settings, {name: (dim, count) for name, dim in dims.items() if dim is not None})
             self._labels[key] = label(description, digest(description))
             self._agreements[key] = agree(self._labels[key], description)
         return graph
@@ -204,9 +208,9 @@ class Programs:
         fetch = {}
         for item, array in zip(graph.outputs, results):
             if item.kind in STATE_KINDS and (keep_gradients or item.kind is not Kind.GRAD):
-                self.state.set(item, array)
+                self.state.set_result(item, array)
             else:
-                fetch[item.kind, item.target] = _fetcher(array, item)
+                fetch[item.kind, item.target] = _Result(array, item)
         return fetch
 
     def run_microbatches(
@@ -216,9 +220,17 @@ class Programs:
         return [self.run(compiled, each) for each in feeds]
 
     def _argument(self, compiled: Compiled, item: Input, feeds: Mapping[tuple[Kind, str], object]) -> jax.Array:
+        if item.kind in STATE_KINDS and item.target not in compiled.constants:
+            return self.state.get(item)
         if item.target in compiled.constants:
             return compiled.constants[item.target]
-        return self.state.get(item) if item.kind in STATE_KINDS else self._feed(item, feeds[item.kind, item.target])
+        value = feeds[item.kind, item.target]
+        if item.kind is not Kind.HYPER:
+            return self._feed(item, value)
+        known = compiled.numbers.get(item.target)
+        if known is None or (type(known[0]), repr(known[0])) != (type(value), repr(value)):  # NaN equals itself, 0.0 is not -0.0
+            known = compiled.numbers[item.target] = value, self._feed(item, value)
+        return known[1]
 
     def stand_in(self, path: str, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         """A tensor of the whole batch's shape for one that the loop gives: itself, unless it is this process's part of the batch.
@@ -423,6 +435,7 @@ class Programs:
                 plan_seconds=self.plan_seconds,
             )
             constants = {item.target: to_device(graph.constants[item.target], item, mesh) for item in graph.inputs if item.target in graph.constants}
+            constants |= {item.target: self._feed(item, [0, 0], mesh) for item in _unread_keys(graph)}
         return Compiled(
             kind=kind,
             reason=reason,
@@ -454,5 +467,22 @@ class Programs:
         return "other " + ", ".join(changed)
 
 
-def _fetcher(array, item: Output) -> Callable[[], Tensor]:
-    return lambda: to_torch(array, item)
+def _unread_keys(graph: Step) -> list[Input]:
+    """The random key, if the program draws nothing: it need not be uploaded in every step."""
+    if isinstance(graph, HloStep):
+        return []
+    return [item for item, node in zip(graph.inputs, graph.placeholders) if item.kind is Kind.KEY and not node.users]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A result of a program, which is fetched to the host when it is called."""
+
+    array: typing.Any  # a jax.Array
+    item: Output
+
+    def __call__(self) -> Tensor:
+        return to_torch(self.array, self.item)
+
+    def is_ready(self) -> bool:
+        return self.array.is_ready()

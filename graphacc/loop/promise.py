@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import applied_functions, output_of_function
 from graphacc.errors import CaptureError, LoopError
-from graphacc.loop import managed
+from graphacc.loop import managed, trees
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.tape import Tape
@@ -124,7 +124,7 @@ class Promise(Tensor):
 
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = trees.leaves((args, kwargs))
     tapes = open_tapes(leaves)
     if not tapes:
         if func is Tensor.backward:
@@ -205,7 +205,7 @@ def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":
 
 
 def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: str):
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = trees.leaves((args, kwargs))
     flows = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(
         leaf.requires_gradient if isinstance(leaf, Promise) else managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves
     )
@@ -271,4 +271,4 @@ def run_on_values(func, args: tuple, kwargs: dict):
 
 def to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The same arguments with values in the place of promises."""
-    return pytree.tree_map_only(Promise, lambda promise: promise.tape.value(promise.index), (args, kwargs))
+    return trees.map_only(Promise, lambda promise: promise.tape.value(promise.index), (args, kwargs))

@@ -163,7 +163,7 @@ class Region:
 
     @property
     def _key(self) -> tuple:
-        return self.tape.key(self.tape.forward_calls)
+        return self.tape.forward_key
 
     def check_hooked(self, index: int, what: str) -> None:
         """Refuse to look at the gradient of a result that others depend on: paths through them are not seen there.

@@ -20,8 +20,10 @@ from torch.utils import _pytree as pytree
 from graphacc._compat.torch_ import storage_users, watched_by_autograd
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
+from graphacc.loop import trees
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
+from graphacc.loop.identity import Identity
 from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
@@ -146,12 +148,11 @@ class Tape:
         if watched := watched_by_autograd():
             raise NotRecorded(watched)
         counts = len(self.externals), len(self.values)
-        given, spec = pytree.tree_flatten((args, kwargs))
+        given, spec = trees.flatten((args, kwargs))
         varying = self._varying(function, given, spec)
         leaves = [torch.tensor(leaf, dtype=_number_dtype(given)) if i in varying else leaf for i, leaf in enumerate(given)]
         try:
-            args, kwargs = pytree.tree_unflatten(leaves, spec) if varying else (args, kwargs)
-            refs = tuple(self._to_ref(leaf, function, args, kwargs) for leaf in leaves)
+            refs = tuple(self._to_ref(leaf, function, spec, place) for place, leaf in enumerate(leaves))
             remembered = self._remembered(function, refs, spec, leaves)
             if remembered is None and (variant := self._variant(function, refs, spec)) is not None:
                 call = variant
@@ -230,21 +231,25 @@ class Tape:
         self.values.append(fake)
         return len(self.values) - 1
 
-    def _to_ref(self, leaf, function: Callable, args: tuple, kwargs: dict):
-        original = leaf
+    def _to_ref(self, leaf, function: Callable, spec: pytree.TreeSpec, place: int):
+        """What a leaf of a call's arguments is to the recording.
+
+        Args:
+            spec, place: the leaf's number in the tree of the arguments.
+        """
         if isinstance(leaf, Promise):
             if leaf.tape is self:
                 return Ref(leaf.index)
             leaf = leaf.tape.value(leaf.index)
         if not isinstance(leaf, Tensor):
             if not (_is_static(leaf) or callable(leaf)):
-                raise NotRecorded(f"{self._path(leaf, function, args, kwargs)} is a {type(leaf).__name__}, which a compiled program cannot see into")
+                raise NotRecorded(f"{self._path(function, spec, place)} is a {type(leaf).__name__}, which a compiled program cannot see into")
             return leaf
         if (handle := handle_of(leaf)) is not None:
             if handle.engine is self.engine:
                 return Param(handle.name)
             leaf = handle.engine.host_tensor(handle)
-        path = self._path(original, function, args, kwargs)
+        path = self._path(function, spec, place)
         if leaf.layout is not torch.strided:
             raise NotRecorded(f"{path} is a {str(leaf.layout).removeprefix('torch.')} tensor")
         wanted = leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None
@@ -257,19 +262,22 @@ class Tape:
         path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
         self.sources.append(leaf)
         self.external_paths.append(path)
-        given = dict(zip(self.external_paths, self.sources, strict=True))
-        self.externals.append(self.engine.programs.stand_in(path, leaf, given) if self.backward_at is None else leaf)
+        if self.engine.programs.local_batch and self.backward_at is None:
+            self.externals.append(self.engine.programs.stand_in(path, leaf, dict(zip(self.external_paths, self.sources, strict=True))))
+        else:
+            self.externals.append(leaf)
         self.external_versions.append(_version(leaf))
         if wanted:
             self.differentiable.add(len(self.externals) - 1)
         return External(len(self.externals) - 1)
 
-    def _path(self, leaf: object, function: Callable, args: tuple, kwargs: dict) -> str:
+    def _path(self, function: Callable, spec: pytree.TreeSpec, place: int) -> str:
         """What an argument is called in messages and in ``batch_dims``, such as ``model.kwargs['labels']``."""
+        path = trees.paths(spec)[place]
         if not self.engine.is_model(function):
-            return f"{_name(function)}.{_path_of(leaf, args, kwargs)}"
-        inputs, args, kwargs = args
-        return next((label for label, value in inputs.items() if value is leaf), None) or f"model.{_path_of(leaf, args, kwargs)}"
+            return f"{_name(function)}.{('args', 'kwargs')[path[0].idx]}{pytree.keystr(path[1:])}"
+        part = path[1].idx  # of (inputs, args, kwargs)
+        return path[2].key if part == 0 else f"model.{('args', 'kwargs')[part - 1]}{pytree.keystr(path[2:])}"
 
     def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         """The call at this place of a recent tape, if all calls so far, and this one, were the same there."""
@@ -284,7 +292,7 @@ class Tape:
         if place >= len(template.calls) or self.differentiable != template.differentiable or not self._follows(template):
             return None
         call = template.calls[place]
-        if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.asked != function or call.spec != spec or _hashable(call.leaves) != _hashable(refs):
+        if (call.grad_enabled, call.autocast) != (torch.is_grad_enabled(), autocast_dtype()) or call.spec != spec or not _same_leaves(call.leaves, refs) or call.asked != function:
             return None
         same = all(self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External))
         if not same or (call.replaces is not None and not _is_total(given[call.replaces], self)):
@@ -381,7 +389,7 @@ class Tape:
     def as_template(self) -> "Template":
         """What later recordings compare themselves with."""
         keys = [self.external_key(index) for index in range(len(self.externals))]
-        return Template(self.calls, self.values, keys, self.backward_at, frozenset(self.differentiable))
+        return Template(self.calls, self.values, keys, self.backward_at, frozenset(self.differentiable), self.forward_key)
 
     def _follows(self, template: "Template") -> bool:
         if self.backward_at is not None and self.backward_at != template.backward_at:
@@ -597,6 +605,12 @@ class Tape:
     def has_value(self, index: int) -> bool:
         return index in self._concrete
 
+    def is_ready(self, index: int) -> bool:
+        """Whether a value that was computed, or is being computed, can be read without waiting for a device."""
+        value = self._concrete[index]
+        asked = getattr(value, "is_ready", None)  # of what fetches it
+        return isinstance(value, Tensor) or (asked is not None and asked())
+
     # ---- replay and identity
 
     def replay(
@@ -643,12 +657,26 @@ class Tape:
         return [] if self.backward_at is None else self.calls[self.backward_at :]
 
     def key(self, calls: list[Call]) -> tuple:
-        """Hashable identity of recorded calls, with the shapes and dtypes of the externals that they use."""
+        """Hashable identity of recorded calls: the code, and the shapes and dtypes of the externals that it uses."""
         used = sorted({index for call in calls for index in call.externals})
         return (
-            tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers) for call in calls),
+            Identity(tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers) for call in calls)),
             tuple((index, *self.external_key(index)) for index in used),
         )
+
+    @property
+    def forward_key(self) -> tuple:
+        """`key` of the forward calls; that of a finished recording of the same calls, if there is one."""
+        calls = self.forward_calls
+        for template in self.engine.recent:
+            known = template.calls[: template.backward_at]
+            if len(known) == len(calls) and all(map(operator.is_, known, calls)) and self._gets_like(template):
+                return template.forward_key
+        return self.key(calls)
+
+    def _gets_like(self, template: "Template") -> bool:
+        """Whether the tensors from outside that the forward calls use have the shapes and dtypes of a finished recording's."""
+        return all(self.external_key(index) == template.external_key(index) for call in self.forward_calls for index in call.externals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -660,6 +688,7 @@ class Template:
     keys: list[tuple]  # shape and dtype of every external
     backward_at: int | None
     differentiable: frozenset[int]
+    forward_key: tuple  # of its forward calls, see `Tape.key`
 
     def external_key(self, index: int) -> tuple:
         return self.keys[index]
@@ -766,13 +795,9 @@ def _name(function: Callable) -> str:
     return getattr(function, "__name__", "model")
 
 
-def _path_of(value: object, args: tuple, kwargs: dict) -> str:
-    """Where a value stands among the arguments of a call, such as ``args[0]`` or ``kwargs['labels']``."""
-    for top, tree in (("args", args), ("kwargs", kwargs)):
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if leaf is value:
-                return top + pytree.keystr(path)
-    raise AssertionError("the value is not among the arguments")
+def _same_leaves(one: tuple, other: tuple) -> bool:
+    """Whether the arguments of two calls are equal, and of the same types: 1 is neither 1.0 nor True."""
+    return len(one) == len(other) and all(x is y or (type(x) is type(y) and bool(x == y)) for x, y in zip(one, other))
 
 
 _STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice, type)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import torch.fx
 from graphacc._compat.jax_ import x64
 from graphacc.errors import LoweringError
 from graphacc.graph import StepGraph
+from graphacc.lowering import row_sums
 from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
 from graphacc.lowering.fence import REREADING, read_often
 from graphacc.lowering.registry import Context, find, reason
@@ -93,7 +94,8 @@ def lower(step: StepGraph) -> Callable[..., tuple[jax.Array, ...]]:
 
 def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
     """Run the rules of a graph's nodes on arrays for its placeholders; the result has the structure of its output."""
-    last_use, compared = _last_uses(graph), compared_with_themselves(graph)
+    sums = row_sums.find(graph)
+    last_use, compared = _last_uses(graph, sums), compared_with_themselves(graph)
     inputs = iter(arrays)
     env: dict[torch.fx.Node, object] = {}
     fenced: set[torch.fx.Node] = set()
@@ -105,6 +107,9 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
             env[node] = jnp.asarray(from_torch(getattr(graph.owning_module, node.target)))
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
+        elif node in sums:
+            if node not in env:
+                env |= sums[node].run(node, env)
         else:
             if str(node.target) in REREADING:
                 _fence_operands(node, env, fenced)
@@ -124,11 +129,12 @@ def _fence_operands(node: torch.fx.Node, env: dict, fenced: set[torch.fx.Node]) 
             fenced.add(operand)
 
 
-def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+def _last_uses(graph: torch.fx.Graph, sums: Mapping[torch.fx.Node, row_sums.RowSums]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     """Node -> the values that nobody reads after it."""
     seen, last = set(), collections.defaultdict(list)
     for node in reversed(graph.nodes):
-        for used in (*node.all_input_nodes, node):
+        reads = sums[node].reads(node) if node in sums else ()
+        for used in (*reads, *node.all_input_nodes, node):
             if used not in seen:
                 seen.add(used)
                 last[node].append(used)

@@ -19,7 +19,7 @@ import torch
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from graphacc._compat.jax_ import x64
+from graphacc._compat.jax_ import placer, x64
 from graphacc.errors import GraphError
 from graphacc.graph import Codes
 from graphacc.runtime.distributed import note, process_count, process_index
@@ -113,13 +113,17 @@ def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block:
     """
     small = math.prod(shape) * dtype.itemsize <= SMALL_BYTES
     duplicate = np.array if copy and small else np.asarray
+    array = _placer(shape, dtype, layout)(lambda index: duplicate(block(index)))
+    if not copy or small:
+        return array
     with x64():
-        array = jax.make_array_from_callback(shape, layout, lambda index: duplicate(block(index)), dtype=dtype)
-        if not copy or small:
-            return array
         if layout.mesh.devices.flat[0].platform == "cpu":
             array = jax.device_put(array, layout, may_alias=False)
     return array.block_until_ready()
+
+
+_placer = functools.lru_cache(maxsize=1024)(placer)
+"""Every step uploads its batch: what only depends on the form of a tensor is worked out once."""
 
 
 def from_blocks(read: Callable[[Index], np.ndarray], item: Item, mesh: Mesh) -> jax.Array:
@@ -167,6 +171,8 @@ def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor
     """
     if not copy and _is_here(array) and _is_whole(array, item):
         return torch.from_dlpack(array.addressable_shards[0].data)
+    if array.is_fully_replicated and array.shape == item.shape and not item.shards and _is_here(array):
+        return torch_view(np.array(array))
     result = torch.empty(item.shape, dtype=item.dtype)
     host = numpy_view(result)
     if not _is_here(array):
@@ -180,11 +186,10 @@ def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor
 
 def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's values as a numpy array, sharing its memory if it is an ordinary CPU tensor."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype not in _VIEWS:
-        return tensor.numpy()
+        return tensor.numpy(force=True)
     carrier, dtype = _VIEWS[tensor.dtype]
-    return tensor.view(carrier).numpy().view(dtype)
+    return tensor.detach().view(carrier).numpy(force=True).view(dtype)
 
 
 def torch_view(array: np.ndarray) -> torch.Tensor:

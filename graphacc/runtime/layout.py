@@ -23,8 +23,12 @@ Index = tuple[slice, ...]  # one slice with explicit bounds per dim, half-open
 
 def partition_spec(item: Item) -> PartitionSpec:
     """The mesh axes of every dim; major to minor where several axes split one dim."""
+    return _partition_spec(item.shards)
+
+
+def _partition_spec(shards: tuple[MeshShard, ...]) -> PartitionSpec:
     axes: dict[int, list[str]] = collections.defaultdict(list)
-    for shard in item.shards:
+    for shard in shards:
         axes[shard.dim].append(shard.axis)
     return PartitionSpec(*(_entry(axes.get(dim, [])) for dim in range(max(axes, default=-1) + 1)))
 
@@ -38,7 +42,12 @@ def sharding(item: Item, mesh: Mesh) -> NamedSharding:
     for shard in item.shards:
         size = mesh.shape.get(shard.axis)
         assert size == shard.size, f"{item.kind.value} {item.target!r}: {shard} does not fit the mesh {dict(mesh.shape)}"
-    return NamedSharding(mesh, partition_spec(item))
+    return _named_sharding(item.shards, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_sharding(shards: tuple[MeshShard, ...], mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, _partition_spec(shards))
 
 
 def stored_shape(item: Item) -> tuple[int, ...]:

@@ -99,6 +99,7 @@ class Program:
         self.from_cache = from_cache
         self.plan = plan  # of the temporaries; None where XLA's was asked for
         self._compiled = compiled
+        self._is_checked = False  # its results have the forms of its outputs
         self._keys = _output_keys(step)
 
     @classmethod
@@ -175,7 +176,13 @@ class Program:
             TypeError, ValueError: by JAX, for an array of another shape, dtype or sharding.
         """
         results = self._compiled(*arrays)
-        return tuple(results[key] for key in self._keys)
+        found = tuple(map(results.__getitem__, self._keys))
+        if not self._is_checked:
+            for item, array in zip(self.outputs, found):
+                expected = stored_shape(item), dtype_of(item)
+                assert (array.shape, array.dtype) == expected, f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
+            self._is_checked = True
+        return found
 
     @property
     def _executable(self) -> jax.stages.Compiled:

@@ -38,6 +38,10 @@ class TrainState:
         assert (array.shape, array.dtype) == expected, (
             f"{item.kind.value} {item.target!r}: {array.shape} {array.dtype} is not {expected}"
         )
+        self.set_result(item, array, mesh)
+
+    def set_result(self, item: Item, array: jax.Array, mesh: Mesh | None = None) -> None:
+        """`set`, for a result of a program, which was compiled to give what its outputs say (see `Program`)."""
         key = item.kind, item.target
         self._values[key] = (array, item)
         self._meshes[key] = mesh or self.mesh
@@ -51,9 +55,9 @@ class TrainState:
         """
         key, mesh = (item.kind, item.target), mesh or self.mesh
         array, kept = self.find(*key)
-        if self._meshes[key] != mesh:
+        if self._meshes[key] is not mesh and self._meshes[key] != mesh:
             return self._copy(item, mesh)
-        if kept.shards != item.shards:
+        if kept.shards is not item.shards and kept.shards != item.shards:
             array = relayout(array, kept, item, mesh)
             self.set(item, array, mesh)
         return array

@@ -127,7 +127,7 @@ def test_a_wrong_argument_is_named():
 
 def test_every_value_is_freed_after_its_last_use():
     step = step_graph(lambda x: (x.sin() + x).cos(), X)
-    freed = interpret._last_uses(step.graph)
+    freed = interpret._last_uses(step.graph, {})
     names = {node.name: sorted(used.name for used in dead) for node, dead in freed.items()}
     placeholder = step.inputs[0].name
     assert names["add"] == sorted(["sin", placeholder]) and names["cos"] == ["add"]

@@ -1,0 +1,109 @@
+"""What a step that is like the one before does again on the host, and what it leaves."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+from tolerances import PARAMETERS_AFTER_STEPS, relative_error
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from training import compiled
+
+from graphacc.loop.losses import MAX_BEHIND
+
+
+def net(*, dropout: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if dropout else nn.ReLU(), nn.Linear(8, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for seed in range(steps):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def uploads(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> float:
+    """Uploads per step."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        train(model, optimizer, steps)
+    return {event.key: event.count for event in found.key_averages()}.get("graphacc.upload", 0) / steps
+
+
+def test_what_did_not_change_is_not_uploaded():
+    model = compiled(net(), None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 1)
+    assert uploads(model, optimizer) == 1  # the batch; nothing is drawn, and the learning rate is there
+    optimizer.param_groups[0]["lr"] = 1e-3
+    assert uploads(model, optimizer) == 1.25  # and once the learning rate
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    assert uploads(model, optimizer) == 1.25  # and once a parameter
+    drawing = compiled(net(dropout=True), None)
+    optimizer = torch.optim.AdamW(drawing.parameters(), lr=1e-2)
+    train(drawing, optimizer, 1)
+    assert uploads(drawing, optimizer) == 2  # and in every step the key of its random numbers
+
+
+def test_settings_that_change_in_between_take_effect():
+    """As objects of other values, in place, to and fro, in one of two groups, and as numbers of another type."""
+    changes = [
+        {},
+        {"weight_decay": 0.5},
+        {"weight_decay": 0.0},
+        {"betas": (0.5, 0.9)},
+        {"betas": [0.5, 0.99]},
+        {},
+        {"lr": 0.1},
+        {"lr": 0.02, "eps": 1e-3},
+        {"maximize": True},
+        {"maximize": False, "weight_decay": 1},
+        {"amsgrad": False},
+    ]
+    plain = net()
+    models = plain, compiled(copy.deepcopy(plain), None)
+    optimizers = []
+    for model in models:
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-3}]
+        optimizers.append(optimizer := torch.optim.AdamW(groups, lr=1e-2))
+        for change, group in zip(changes, itertools.cycle(optimizer.param_groups)):
+            group.update(change)
+            if isinstance(group["betas"], list):
+                group["betas"][0] = 0.8
+            train(model, optimizer, 2)
+    for (name, got), want in zip(models[1].named_parameters(), plain.parameters()):
+        assert relative_error(got.detach(), want.detach()) <= PARAMETERS_AFTER_STEPS, name
+
+
+def test_every_loss_that_is_not_finite_is_named_in_time():
+    model = compiled(net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    bad = {3, 4, 7}
+    said = {}
+    for step in range(1, 12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            offset = torch.tensor(float("nan") if step in bad else 0.0)
+            (model(torch.ones(4, 8)).mean() + offset).backward()  # the gradients are finite
+            optimizer.step()
+            optimizer.zero_grad()
+        said |= {str(warning.message).partition(" is ")[0]: step for warning in caught if "loss of step" in str(warning.message)}
+    assert list(said) == [f"the loss of step {step}" for step in sorted(bad)], said
+    assert all(step < said[f"the loss of step {step}"] <= step + MAX_BEHIND for step in bad), said
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_spent_gradient_is_one_object_until_it_is_cleared(kind: type[torch.optim.Optimizer]):
+    model = compiled(net(), None)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    weight = model[0].weight
+    assert weight.grad is weight.grad and weight.grad is not model[2].weight.grad
+    optimizer.zero_grad()
+    assert weight.grad is None
