@@ -35,7 +35,7 @@ def test_every_python_block_runs(tmp_path, monkeypatch, capsys):
     names = runpy.run_path(str(script))
     said = capsys.readouterr().out
     assert len(names["losses"]) == 10 and names["losses"][-1] < names["losses"][0]
-    assert re.search(r"1 step verified|verified.*1 step|1 of 1", said), said
+    assert "verified: 1 steps" in said
     assert "guide.py" in said, "the refusal names the line"
 
 

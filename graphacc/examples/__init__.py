@@ -5,6 +5,7 @@ Each has a function ``train(compile)``, a script in which `compile` is the one t
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 
 def run(train: Callable) -> None:
@@ -21,7 +22,7 @@ def tiny_llama():
     """A Llama of two layers with random weights, for 32 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=1, use_cache=False))
 
 

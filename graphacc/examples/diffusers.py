@@ -1,6 +1,7 @@
 """A training step of a denoising U-Net of diffusers: ``python -m graphacc.examples.diffusers``."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ def train(compile: Compile, steps: int = 3) -> tuple[nn.Module, list[float]]:
     from diffusers import DDPMScheduler, UNet2DModel
 
     torch.manual_seed(0)
-    blocks = dict(down_block_types=("AttnDownBlock2D",), up_block_types=("AttnUpBlock2D",), block_out_channels=(16,), layers_per_block=1)
+    blocks: dict[str, Any] = dict(down_block_types=("AttnDownBlock2D",), up_block_types=("AttnUpBlock2D",), block_out_channels=(16,), layers_per_block=1)
     unet = UNet2DModel(sample_size=8, norm_num_groups=8, attention_head_dim=8, **blocks)
     model, noising = compile(unet), DDPMScheduler(num_train_timesteps=100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

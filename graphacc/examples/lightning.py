@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +52,11 @@ def train(compile: Compile, manual: bool = False, epochs: int = 2) -> tuple[nn.M
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     torch.manual_seed(0)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    quiet: dict[str, Any] = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         module = Regression()
-        clip = {} if manual else {"gradient_clip_val": 0.5}
+        clip: dict[str, Any] = {} if manual else {"gradient_clip_val": 0.5}
         lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, **clip, **quiet).fit(module, data())
     return module.model, [loss.item() for loss in module.losses]
 

@@ -6,6 +6,7 @@ that is smaller than the others, and an evaluation that generates.
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +30,10 @@ def train(compile: Compile, steps: int = 6, **options) -> tuple[nn.Module, list[
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = dict(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    sizes: dict[str, Any] = dict(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
     model = compile(T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)))
     with tempfile.TemporaryDirectory() as folder:
-        defaults = dict(
+        defaults: dict[str, Any] = dict(
             optim="adafactor",
             learning_rate=1e-2,
             per_device_train_batch_size=8,

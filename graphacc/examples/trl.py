@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,12 +30,15 @@ def train(compile: Compile, method: str = "sft", steps: int = 3) -> tuple[nn.Mod
         method: "sft", or "dpo" with a reference model that is not compiled.
     """
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     torch.manual_seed(0)
     model = compile(tiny_llama())
     words = [f"{'abcdefgh'[i % 8]} is {'ijklmnop'[i * 3 % 8]}" for i in range(8 * steps)]
-    common = dict(
+    common: dict[str, Any] = dict(
         max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-3, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
         bf16=False, gradient_checkpointing=False, logging_nan_inf_filter=False,
     )  # fmt: skip

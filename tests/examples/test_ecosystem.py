@@ -36,8 +36,9 @@ CASES = {
     **{f"timm {name}": dict(name=f"test_{name}") for name in ("vit", "resnet", "efficientnet", "convnext", "nfnet", "byobnet", "vit2", "vit3", "convnext2", "mambaout")},
 }
 DEFAULT = ("lightning", "lightning manual", "accelerate", "peft", "trl sft", "trl dpo", "diffusers", "pyg", "trainer", "timm vit")
-ONE_STEP_PROGRAM = ("lightning", "lightning manual", "peft", "diffusers", "pyg", "timm")
-"""Their loops read nothing between backward and step."""
+ONE_STEP_PROGRAM = ("lightning", "peft", "diffusers", "pyg", "timm", "trainer")
+"""Their loops read nothing between backward and step, but these."""
+READS = ("trainer nan filter", "trainer accumulation")
 
 
 @pytest.mark.parametrize("case", with_matrix(CASES, DEFAULT))
@@ -50,7 +51,7 @@ def test_losses_are_those_of_plain_pytorch(case):
     for step, (got, want) in enumerate(zip(losses, expected, strict=True)):
         assert abs(got - want) <= TOLERANCE * max(1.0, abs(want)), f"step {step}: {got}, plain PyTorch {want}"
     kinds = {line.split()[0] for line in model.explain().splitlines()[1:] if line.split()[0] in ("step", "grad", "update", "forward", "backward")}
-    assert losses and (kinds == {"step"} or not case.startswith(ONE_STEP_PROGRAM)), model.explain()
+    assert losses and (kinds - {"forward"} == {"step"} or case in READS or not case.startswith(ONE_STEP_PROGRAM)), model.explain()
     if case in DEFAULT and GUIDE.exists():
         assert last_line(losses) in GUIDE.read_text(), f"docs/guide.md should say, for {case}: {last_line(losses)}"
 
