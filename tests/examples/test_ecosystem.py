@@ -29,7 +29,7 @@ CASES = {
     "diffusers": {},
     "pyg": {},
     "trainer": {},
-    "trainer adamw": dict(optim="adamw_torch", lr_scheduler_type="cosine", warmup_steps=2, label_smoothing_factor=0.1, max_grad_norm=0.0),
+    "trainer adamw": dict(optim="adamw_torch", lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.0),
     "trainer nan filter": dict(logging_nan_inf_filter=True, optim="adamw_torch", predict_with_generate=False),
     "trainer accumulation": dict(gradient_accumulation_steps=2, steps=3),
     "trainer checkpointing": dict(gradient_checkpointing=True, optim="adamw_torch", predict_with_generate=False),
