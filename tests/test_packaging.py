@@ -92,5 +92,13 @@ def _imported(path: pathlib.Path) -> list[str]:
     return whole + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
+def test_licences_of_vendored_code_are_in_the_wheel():
+    """All that is compiled into the library, under csrc/third_party, is named in the metadata, which puts it into the wheel."""
+    licences = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "third_party").rglob("LICENSE*")}
+    folders = {path for path in (ROOT / "csrc" / "third_party").iterdir() if path.is_dir()}
+    assert licences and licences == set(PYPROJECT["project"]["license-files"])
+    assert {ROOT / licence for licence in licences} == {folder / "LICENSE" for folder in folders}, "vendored code without its licence"
+
+
 def test_types_are_shipped():
     assert (ROOT / "graphacc" / "py.typed").is_file()

@@ -182,7 +182,7 @@ def _unknown_options(options: tuple[tuple[str, str | bool | int], ...]) -> set[s
     nothing = jax.jit(lambda: 0).lower()
     while left := {name: value for name, value in options if name not in unknown}:
         try:
-            nothing.compile(compiler_options=left)
+            nothing.compile(compiler_options=dict[str, typing.Any](left))
             break
         except jax.errors.JaxRuntimeError as error:
             found = re.search(r"No such compile option: '(\w+)'", str(error))

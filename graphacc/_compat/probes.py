@@ -133,7 +133,7 @@ PROCESS_GROUPS = Feature(
 TORCH_PROFILER = Feature(
     title="asking whether torch.profiler runs",
     without="named ranges are made in every step, which costs some microseconds",
-    apis=("torch.autograd:_profiler_enabled",),
+    apis=("torch._C:_autograd._profiler_enabled",),
 )
 
 # --- JAX and jaxlib ------------------------------------------------------------------------------------------------------

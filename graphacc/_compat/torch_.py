@@ -180,8 +180,11 @@ def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
     if has(probes.FORWARD_MODE) and forward_ad._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
-    asked = torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if asked else None
+    hooks = None
+    if torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS):
+        from torch._C import _autograd
+
+        hooks = _autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch."):  # checkpoint's and save_on_cpu's change no result
         return "torch.autograd.graph.saved_tensors_hooks around it"
     return None
@@ -436,4 +439,8 @@ def output_of_function(tensor: torch.Tensor) -> int | None:
 
 def is_profiling() -> bool:
     """Whether a profiler of torch runs; where torch does not say, ranges are given to it in any case, at some microseconds each."""
-    return not has(probes.TORCH_PROFILER) or torch.autograd._profiler_enabled()
+    if not has(probes.TORCH_PROFILER):
+        return True
+    from torch._C import _autograd
+
+    return _autograd._profiler_enabled()

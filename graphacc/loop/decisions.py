@@ -120,7 +120,7 @@ class Log:
     places: dict[int, object] = dataclasses.field(default_factory=dict)  # id of a fake tensor -> Slot, External or Param
     tainted: set[int] = dataclasses.field(default_factory=set)  # memory that no longer holds what the log says
     memory: dict[Slot, int] = dataclasses.field(default_factory=dict)
-    alive: list[Tensor] = dataclasses.field(default_factory=list)  # so that ids stay theirs
+    alive: list[Tensor] = dataclasses.field(default_factory=list)  # so that ids and memory stay theirs
 
 
 class _WithMasks(TorchDispatchMode):
@@ -173,7 +173,8 @@ class Recorder(_WithMasks):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [self._place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         follows = torch.Tag.nondeterministic_seeded not in func.tags and not any(place is None for place, leaf in zip(places, leaves) if leaf is not None)
-        written = frozenset(_memory(leaf) for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor))
+        overwritten = [leaf for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor)]
+        written = frozenset(map(_memory, overwritten))
         if follows and self._answering is not None and decides(func, args, kwargs):
             return self._answer(self._answering, func, places, spec)
         for index, allowed in indices_of(func, args, kwargs):
@@ -184,6 +185,7 @@ class Recorder(_WithMasks):
         elif written:
             self._tainted |= written
             self.log.tainted |= written
+            self.log.alive += overwritten
         return result
 
     def _place(self, tensor: Tensor) -> object:

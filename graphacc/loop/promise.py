@@ -91,6 +91,18 @@ class Promise(Tensor):
     def __init__(self, tape: "Tape", index: int):
         super().__init__()
 
+    @classmethod
+    def take_over(cls, tensor: Tensor) -> Tensor:
+        """Make a plain tensor, under whatever names the loop has it, a promise that `bind` has to follow; returns another tensor with what it was.
+
+        Raises:
+            RuntimeError: something in C++ or a weak reference holds the tensor.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            other = Tensor._make_wrapper_subclass(cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            torch.utils.swap_tensors(tensor, other)
+        return other
+
     def bind(self, tape: "Tape", index: int) -> None:
         """Stand for a value of `tape`."""
         self.tape = tape

@@ -171,11 +171,27 @@ class Tape:
         if isinstance(call, _Plain):
             self._forget(*counts)
             return call.result
+        if call.replaces is not None and not isinstance(leaves[call.replaces], Promise):
+            self._take_over(leaves[call.replaces], counts)
         self.calls.append(call)
         self._forget_overwritten(call)
         if call.replaces is not None:
             leaves[call.replaces].bind(self, call.results[0])
         return pytree.tree_unflatten([self._given_back(leaf) for leaf in call.result_leaves], call.result_spec)
+
+    def _take_over(self, total: Tensor, counts: tuple[int, int]) -> None:
+        """A plain tensor becomes a promise, and what it was stays an input of the program.
+
+        Raises:
+            NotRecorded: something else holds it.
+        """
+        try:
+            before = Promise.take_over(total)
+        except RuntimeError as error:
+            self._forget(*counts)
+            raise NotRecorded(f"it writes into a tensor that is held elsewhere: {error}") from error
+        for held in (self.sources, self.externals):
+            held[:] = [before if tensor is total else tensor for tensor in held]
 
     def _given_back(self, leaf: object) -> object:
         """What the loop gets for a leaf of a result."""
@@ -777,10 +793,16 @@ def _same_code(one: Callable, other: Callable) -> bool:
 
 
 def _is_total(value: object, tape: Tape) -> bool:
-    """Whether a value is a number of an earlier step that nothing else refers to, as ``total`` in ``total += loss.detach()``."""
-    if not isinstance(value, Promise) or value.tape is tape or value.dim() != 0:
+    """Whether a value is a number whose memory nothing else has, as ``total`` in ``total += loss.detach()``: of an earlier step, or a tensor that the loop made."""
+    if isinstance(value, Promise):
+        return value.tape is not tape and value.dim() == 0 and storage_users(value.tape.value(value.index)) == 1
+    if type(value) is not Tensor or value.dim() != 0 or value.requires_grad or value.device.type != "cpu" or value.is_inference():
         return False
-    return storage_users(value.tape.value(value.index)) == 1
+    storage = value.untyped_storage()
+    if not storage.resizable() or storage.is_shared():  # an array of NumPy's or another process has the memory
+        return False
+    del storage
+    return storage_users(value) == 1
 
 
 def _version(tensor: Tensor) -> int:

@@ -199,6 +199,26 @@ def test_a_number_that_keeps_changing_is_run_by_pytorch_after_a_few():
     assert [count for text, count in model._graphacc_engine.by_pytorch.counts.items() if "depends on values of the batch" in text] == [3]
 
 
+def test_memory_of_what_was_overwritten_is_not_mistaken_for_later_memory():
+    """Temporaries that follow parameters are written in place and dropped; masks made afterwards follow from the batch, wherever they are in memory."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(20):
+                self.layer.weight.detach().sum(0).fill_(1.0)
+                x = x[x[:, 0] > -9.0]
+            return self.layer(x).square().mean()
+
+    batch = torch.randn(8, 4)
+    reference = Model()
+    model = compiled(copy.deepcopy(reference), None)
+    check_both(reference, model, lambda one, step: one(batch), steps=2)
+
+
 def test_what_follows_parameters_is_not_answered():
     torch.manual_seed(0)
     reference = FollowsParameters()

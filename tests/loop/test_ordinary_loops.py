@@ -608,6 +608,42 @@ def running_total_in_a_tensor(model):
     return [float(total), *history.tolist()]
 
 
+def total_in_a_tensor(seen_by):
+    """A running total in a tensor that the loop has made, which is also seen by something else."""
+
+    def run(model):
+        optimizer, total = sgd(model), torch.zeros(())
+        other = seen_by(total)
+        for i, (x, y) in enumerate(data()):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 2:
+                reset(total)
+        return [float(total), float(other)]
+
+    run.__name__ = f"total_in_a_tensor_seen_by_{seen_by.__name__}"
+    return run
+
+
+def reset(number):
+    number -= number  # as transformers' Trainer does where it logs: the caller's name stays
+
+
+def another_name(total):
+    return total
+
+
+def a_view(total):
+    return total.view(1)
+
+
+def numpy_array(total):
+    return total.numpy()
+
+
 def metric_in_place(model):
     optimizer, seen = sgd(model), []
     for x, y in data():
@@ -658,6 +694,7 @@ LOOPS = [
     named("lbfgs", with_closure, lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)),
     *map(running_total, ["before backward", "before step", "not in place", "after step"]),
     running_total_in_a_tensor,
+    *map(total_in_a_tensor, [another_name, a_view, numpy_array]),
     metric_in_place,
     losses_kept,
 ]  # fmt: skip
@@ -689,6 +726,10 @@ def test_a_loop_gives_what_plain_pytorch_gives(run):
 
 def test_a_plain_loop_stays_one_program():
     assert [program.kind for program in assert_same(loop(plain)).programs] == ["step"]
+
+
+def test_a_total_in_a_tensor_does_not_split_the_step():
+    assert [program.kind for program in assert_same(total_in_a_tensor(another_name)).programs] == ["step"]
 
 
 @pytest.mark.parametrize("run", [scaled_and_clipped, model_and_submodule, attribute_changes, two_calls_two_backwards, gradient_penalty])
