@@ -153,10 +153,18 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
+def _generate(self: CompiledModule, *args, **kwargs):
+    """The model's own, run by PyTorch."""
+    return self._graphacc_engine.generate(super(CompiledModule, self).generate, args, kwargs)
+
+
 def attach(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a compiled module in place."""
     original = type(model)
-    model.__class__ = type(original.__name__, (CompiledModule, original), {"__module__": original.__module__, "__qualname__": original.__qualname__})
+    names: dict = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    if callable(getattr(original, "generate", None)):
+        names["generate"] = _generate
+    model.__class__ = type(original.__name__, (CompiledModule, original), names)
     object.__setattr__(model, "_graphacc_engine", engine)
 
 
