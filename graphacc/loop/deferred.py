@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
+from graphacc.loop.managed import handle_of
 from graphacc.runtime.distributed import share
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _method(module: nn.Module, name: str, num_required: int) -> Callable | None:
 
 def _own(module: nn.Module) -> "set[Handle]":
     tensors = (*module._parameters.values(), *module._buffers.values())
-    return {tensor._graphacc_handle for tensor in tensors if getattr(tensor, "_graphacc_handle", None) is not None}
+    return {handle for tensor in tensors if (handle := handle_of(tensor)) is not None}
 
 
 def _within(module: nn.Module) -> "Iterator[Handle]":

@@ -55,6 +55,9 @@ log = logging.getLogger("graphacc")
 MAX_TEMPLATES = 8
 """Finished recordings that a new one is compared with."""
 
+MAX_FORMS = 8
+"""Shapes of calls without gradients for which programs are compiled; with further ones PyTorch runs them on the host."""
+
 MAX_READS = 2
 """Programs that read values of one recording before its backward, each of which computes it from its beginning again; then it goes on by PyTorch's autograd,
 with further calls compiled one by one (the steps of an adaptive solver)."""
@@ -113,6 +116,7 @@ class Engine:
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._last_function: ModelCall | None = None
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
+        self._forms: dict[ModelCall, set[tuple]] = {}  # call without gradients -> shapes and dtypes of its tensors
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
 
     # ---- calls of the model
@@ -147,6 +151,8 @@ class Engine:
             function = self._function()
             why, wanted = self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None  # what is refused may have parts that are not
+            if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
+                return self.by_pytorch.call(original, args, kwargs, why)
             if why is None and wanted is not None:
                 why = None if regions.possible(self) else wanted
             if why is None:
@@ -246,6 +252,24 @@ class Engine:
                 result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         self.guards.write(tensors)
         return result
+
+    def _too_many_forms(self, function: ModelCall, args: tuple, kwargs: dict) -> str | None:
+        """Why a call without gradients is not worth a program: every other one has had other shapes."""
+        if self.options.capture != "auto" or self.programs.local_batch or any(handle.frees_host for handle in self.handles.values()):
+            return None  # the user wants programs; other processes may see other shapes; the host need not hold the model
+        form = tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        known = self._forms.setdefault(function, {form})
+        if form in known or len(known) < MAX_FORMS:
+            known.add(form)
+            return None
+        return f"calls without gradients have had more than {MAX_FORMS} different shapes, each of which would be compiled; pad them to a few lengths to have them compiled"
+
+    def generate(self, original: Callable, args: tuple, kwargs: dict):
+        """A loop of calls without gradients, each with other shapes than the last one: all of it by PyTorch."""
+        if self.capturing:
+            return original(*args, **kwargs)
+        with self.lock, self.by_pytorch.noted(f"{type(self.model).__name__}.generate()", "every token has other shapes"), self.by_pytorch.on_host():
+            return original(*args, **kwargs)
 
     def _needs_autograd(self, args: tuple, kwargs: dict) -> str | None:
         """Why a call has to be run by PyTorch's autograd: an argument whose gradient is wanted."""

@@ -13,7 +13,7 @@ from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.graph import Kind
 from graphacc.loop import build, collector, offload
 from graphacc.loop.optimizers import Binding
-from graphacc.loop.programs import Compiled
+from graphacc.loop.programs import BatchForms, Compiled
 from graphacc.loop.promise import written_too_early
 from graphacc.loop.tape import Tape
 
@@ -207,6 +207,7 @@ class Execution:
 
     def forward_aspects(self, tape: Tape) -> dict[str, object]:
         code, batch = tape.forward_key
+        batch = BatchForms.of(batch, tuple(tape.external_paths[index] for index, *_ in batch))
         return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
 
     def _run(

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -153,10 +155,21 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
+def _by_pytorch(generate: Callable) -> Callable:
+    @functools.wraps(generate)
+    def run(self: CompiledModule, *args, **kwargs):
+        return self._graphacc_engine.generate(functools.partial(generate, self), args, kwargs)
+
+    return run
+
+
 def attach(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a compiled module in place."""
     original = type(model)
-    model.__class__ = type(original.__name__, (CompiledModule, original), {"__module__": original.__module__, "__qualname__": original.__qualname__})
+    names: dict = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    if callable(generate := getattr(original, "generate", None)):
+        names["generate"] = _by_pytorch(generate)
+    model.__class__ = type(original.__name__, (CompiledModule, original), names)
     object.__setattr__(model, "_graphacc_engine", engine)
 
 

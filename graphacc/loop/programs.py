@@ -51,6 +51,10 @@ STATE_KINDS = (Kind.PARAM, Kind.BUFFER, Kind.STATE, Kind.GRAD)
 """Kinds of values that stay on the devices between programs."""
 
 
+MAX_SHOWN = 3
+"""Tensors whose shapes a message shows."""
+
+
 MAX_PROGRAMS = 128
 """Of one model; the one that was not used for longest is let go, and compiled again if it is wanted."""
 
@@ -80,6 +84,31 @@ class Compiled:
     def parts(self) -> "tuple[Compiled, ...]":
         """The programs that run: this one. Of a pipeline there are several."""
         return (self,)
+
+
+class BatchForms(tuple):
+    """Shape and dtype of the tensors of a batch, by place; equal to another whatever the names are."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, forms: tuple, names: tuple[str, ...]) -> "BatchForms":
+        made = cls(forms)
+        made.names = names
+        return made
+
+    def differences(self, before: object) -> list[str]:
+        """"<tensor> <shape before> -> <shape now>" of the first tensors that differ, where both are of the same places."""
+        if not isinstance(before, BatchForms) or len(before) != len(self):
+            return []
+        found = [f"{name} {_form(old)} -> {_form(new)}" for name, old, new in zip(self.names, before, self) if old != new]
+        return found[:MAX_SHOWN] + [f"and {len(found) - MAX_SHOWN} more"] * (len(found) > MAX_SHOWN)
+
+
+def _form(key: tuple) -> str:
+    """Of an external's key: (place, shape, dtype, ...)."""
+    shape = next((part for part in key[1:] if isinstance(part, tuple)), ())
+    return "x".join(map(str, shape)) or "a number"
 
 
 class Programs:
@@ -132,6 +161,7 @@ class Programs:
         self.compiled: list[Compiled] = []
         self._by_key: collections.OrderedDict[Identity, Compiled] = collections.OrderedDict()
         self._aspects: dict[str, dict[str, Hashable]] = {}
+        self._built: dict[str, list[float]] = collections.defaultdict(list)  # kind -> seconds that each of its programs took
 
     def _move_from(self, before: TrainState) -> None:
         """Take over the parameters and buffers of another strategy; the rest is on the host, see `Engine.bring_home`."""
@@ -152,11 +182,13 @@ class Programs:
         key = Identity((kind, tuple(aspects.items())))
         if key not in self._by_key:
             reason = self._reason(kind, dict(aspects))
-            if not reason.startswith("first"):
-                log.warning("graphacc: compiling another %s program: %s", kind, reason)
+            before = self._built[kind]
+            if before:
+                log.warning("graphacc: compiling another %s program: %s (%d so far took %.1f s)", kind, reason, len(before), sum(before))
             with collector.paused(), kept_random_state(), progress.building(f"the {kind} program") as built:
                 self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(kind, key, capture()))
             self.build_seconds += built.seconds
+            self._built[kind].append(built.seconds)
             self._aspects[kind] = dict(aspects)
             self.compiled.extend(self._by_key[key].parts)
             if len(self._by_key) > MAX_PROGRAMS:
@@ -464,7 +496,8 @@ class Programs:
         if before is None:
             return f"first {kind}"
         changed = [name for name, value in aspects.items() if before.get(name) != value]
-        return "other " + ", ".join(changed)
+        shapes = [text for name in changed if isinstance(value := aspects[name], BatchForms) for text in value.differences(before.get(name))]
+        return "other " + ", ".join(changed) + (f": {', '.join(shapes)}" if shapes else "")
 
 
 def _unread_keys(graph: Step) -> list[Input]:

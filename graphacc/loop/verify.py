@@ -273,6 +273,7 @@ class Verifier:
         return {key: value.detach().clone() for key, value in found.items()}
 
     def _value(self, handle) -> Tensor:
+        self.engine.deferred.require([handle])
         return self.engine.programs.fetch(handle.kind, handle.name) if handle.host_is_stale else handle.host_value()
 
     def _got(self, run: _Run, key: Key) -> Tensor:

@@ -133,8 +133,6 @@ def save(
     except BaseException:
         _discard(directory, path)
         raise
-    del tensors
-
     def finish() -> None:
         try:
             _together(lambda: _write(directory, token, writing, pieces), f"{token}/data")

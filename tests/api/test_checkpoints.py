@@ -1,6 +1,7 @@
 """Checkpoints continue exactly, under any strategy and device count."""
 
 import copy
+import pathlib
 import threading
 
 import pytest
@@ -142,3 +143,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     graphacc.load_checkpoint(tmp_path / "c", other, optimizer)
     assert saving.done
     assert relative_error(torch.tensor(run(other, optimizer, batches[2:])), torch.tensor(expected)) < 1e-5
+
+
+def test_a_checkpoint_of_an_earlier_version_loads():
+    """Written by commit ea58666: two steps of AdamW on a Linear(3, 5) that was made under seed 0, with `fsdp=2`."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(3, 5)
+    model = compiled(copy.deepcopy(plain), "fsdp=4")
+    model.weight.data.zero_()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, model)]
+    for _ in range(2):
+        plain(torch.ones(4, 3)).square().mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert graphacc.load_checkpoint(pathlib.Path(__file__).parent / "checkpoint_of_0_1", model, optimizers[1]) == {"epoch": 2}
+    for one, optimizer in zip((plain, model), optimizers):
+        one(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+    assert relative_error(model.weight, plain.weight) < 1e-5
+    assert relative_error(optimizers[1].state[model.bias]["exp_avg_sq"], optimizers[0].state[plain.bias]["exp_avg_sq"]) < 1e-5

@@ -1,5 +1,6 @@
 """Models that are made on the meta device: their values are made or loaded shard by shard."""
 
+import copy
 import functools
 
 import pytest
@@ -284,3 +285,60 @@ def test_real_parts_stay_as_they_are(offload):
     torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
     assert torch.equal(model[0].weight, plain[0].weight)
     assert model[1].weight.abs().max() <= 0.25 and model[1].weight.std() > 0.05
+
+
+class Branchy(nn.Module):
+    """Follows values of its parameters, so that PyTorch runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h * 2 if h.mean().item() > 100 else torch.relu(h))
+
+
+def descend(model, steps: int = 2) -> torch.Tensor:
+    optimizer, losses, x = torch.optim.AdamW(model.parameters(), lr=0.05), [], torch.linspace(-1, 1, 128).view(8, 16)
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def test_values_are_made_for_whoever_looks_first():
+    """A check against PyTorch, a copy, and a decay of all parameters that the loop does itself."""
+    plain, meta = on_meta(two_layers)
+    assert relative_error(descend(compiled(meta, "fsdp=2", verify=1)), descend(plain)) < 1e-5
+    plain, meta = on_meta(two_layers)
+    assert relative_error(descend(copy.deepcopy(compiled(meta, "fsdp=2"))), descend(plain)) == 0
+    plain, meta = on_meta(two_layers)
+    model = compiled(meta, "fsdp=2")
+    for one in (plain, model):
+        descend(one)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+    assert host_bytes(model) <= 16 * 4 * 4  # of the last one, the others are on the devices again
+    assert relative_error(descend(model), descend(plain)) < 1e-5
+
+
+def test_a_model_that_pytorch_runs():
+    plain, meta = on_meta(Branchy)
+    assert relative_error(descend(compiled(meta, "fsdp=2")), descend(plain)) < 1e-5
+
+
+def test_a_part_that_is_replaced_after_compiling():
+    plain, meta = on_meta(two_layers)
+    model = compiled(meta, "fsdp=2")
+    model[1] = nn.Linear(16, 4)
+    plain[1].load_state_dict(model[1].state_dict())
+    assert relative_error(descend(model), descend(plain)) < 1e-5

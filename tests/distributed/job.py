@@ -268,6 +268,51 @@ def save_on_a_full_disk(directory: str) -> dict:
     return {"message": message, "kept": kept, "loss": step(net, optimizer, 1).item()}
 
 
+def made_on_meta(directory: str, *strategies: str) -> list:
+    """Models of the meta device that their modules initialise: losses; then a save in the background that fails in process 1, and one that does not."""
+    from graphacc.runtime import checkpoint_files
+
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            net = two_layers()
+        torch.manual_seed(3)
+        net = graphacc.compile(net, strategy=strategy, cache_dir=None, fast_compile=True, memory_plan="xla")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        losses, before = train_layers(net, optimizer, 2), checkpoint_files.flush
+        graphacc.save_checkpoint(f"{directory}/{strategy}", net, optimizer, extra={"version": 1})
+        if graphacc.distributed.process_index() == 1:
+            checkpoint_files.flush = _no_space
+        saving, message = graphacc.save_checkpoint(f"{directory}/{strategy}", net, optimizer, extra={"version": 2}, asynchronous=True), ""
+        losses += train_layers(net, optimizer, 1)
+        try:
+            saving.wait()
+        except (OSError, graphacc.CheckpointError) as error:
+            message = f"{type(error).__name__}: {error}"
+        checkpoint_files.flush = before
+        kept = graphacc.load_checkpoint(f"{directory}/{strategy}", net, optimizer)["version"]
+        graphacc.save_checkpoint(f"{directory}/{strategy}", net, optimizer, extra={"version": 3}, asynchronous=True)
+        losses += train_layers(net, optimizer, 2)
+        found.append({"losses": losses, "message": message, "kept": kept, "now": graphacc.load_checkpoint(f"{directory}/{strategy}", net, optimizer)["version"]})
+    return found
+
+
+def two_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+
+
+def train_layers(net, optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = net(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def _no_space(file) -> None:
     raise OSError(28, "No space left on device")
 

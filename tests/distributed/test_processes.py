@@ -9,6 +9,7 @@ import time
 import jax
 import job
 import pytest
+import torch
 from processes import HERE, environment, explicit_variables, finish, start
 from selection import with_matrix
 
@@ -21,6 +22,7 @@ FURTHER_STRATEGIES = ("fsdp=8", "dp=2,fsdp=4", "dp=2,fsdp=4,zero=1,offload=optim
 """In processes of their own, which only the matrix starts."""
 PARTS = ("fsdp=8", "tp=2")
 """With each process's rows on its own devices; with all rows on the devices of both."""
+META = ("fsdp=4,tp=2", "pp=2,fsdp=4,microbatches=2")
 TIMEOUT = 8  # a connection that ends is seen within a quarter of it; the rest is for a busy machine
 
 
@@ -29,6 +31,7 @@ def together(tmp_path_factory):
     """Two processes, started by torchrun's variables: losses, a save that fails, a checkpoint after three steps."""
     folder = tmp_path_factory.mktemp("together")
     tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full"), "+", "save", str(folder / "saved"), "3"]
+    tasks += ["+", "made_on_meta", str(folder / "meta"), *META]
     return folder, finish(start([JOB, *tasks]))
 
 
@@ -50,6 +53,18 @@ def test_one_process_searches_for_all():
     expected = job.losses(first[0]["strategy"])[first[0]["strategy"]]["losses"]
     assert first[0]["losses"] == pytest.approx(expected, rel=1e-5)
     assert first[1] == second[1] and "no strategy agrees with the pins" in first[1]
+
+
+def test_models_of_the_meta_device_and_saves_in_the_background(together):
+    torch.manual_seed(3)
+    plain = job.two_layers()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    expected = job.train_layers(plain, optimizer, 4)
+    for rank, process in enumerate(together[1]):
+        for found in process.results[4]:
+            assert found["losses"] == pytest.approx([*expected[:3], *expected[2:]], rel=1e-5)
+            assert (found["kept"], found["now"]) == (1, 3)
+            assert found["message"].endswith("OSError: [Errno 28] No space left on device") and ("process 1 could not save" in found["message"]) == (rank == 0)
 
 
 def test_each_process_may_pass_its_own_rows(together):

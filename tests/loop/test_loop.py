@@ -1,6 +1,7 @@
 """Training loops of many forms, each run on a plain model and on a compiled one: same numbers, whatever the loop does."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from training import compiled
 
 import graphacc
+from graphacc.loop.engine import MAX_FORMS
 from graphacc.loop.losses import MAX_BEHIND
 from graphacc.loop.promise import Promise
 
@@ -392,9 +394,49 @@ def test_a_new_shape_compiles_once_and_says_why(caplog):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert [compiled.reason for compiled in model.programs] == ["first step", "other batch shapes"]
+    changed = "other batch shapes: model.args[0] 8x12 -> 4x12, 1.cross_entropy.args[1] 8 -> 4"
+    assert [compiled.reason for compiled in model.programs] == ["first step", changed]
     assert "batch shapes" in model.explain()
-    assert [record.getMessage() for record in caplog.records] == ["graphacc: compiling another step program: other batch shapes"]
+    (record,) = caplog.records
+    assert re.fullmatch(re.escape(f"graphacc: compiling another step program: {changed} (1 so far took ") + r"\d+\.\d s\)", record.getMessage())
+
+
+def test_calls_without_gradients_of_ever_new_shapes_run_by_pytorch(caplog):
+    plain = nn.Linear(4, 3)
+    model = compiled(copy.deepcopy(plain), None)
+    for one in (plain, model):
+        F.mse_loss(one(torch.ones(2, 4)), torch.zeros(2, 3)).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    caplog.clear()
+    with torch.no_grad():
+        for size in (*range(1, MAX_FORMS + 4), 1):
+            x = torch.linspace(-1, 1, 4 * size).view(size, 4)
+            assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert [c.kind for c in model.programs].count("forward") == MAX_FORMS
+    said = [record.getMessage() for record in caplog.records if "runs by PyTorch" in record.getMessage()]
+    assert len(said) == 1 and f"more than {MAX_FORMS} different shapes" in said[0]
+    assert "(3 times, " in model.explain()
+
+
+def test_generate_runs_by_pytorch_on_current_parameters():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    plain = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM"))
+    model, x = compiled(copy.deepcopy(plain), "fsdp=2"), torch.arange(8)[None].repeat(2, 1)
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        for _ in range(3):
+            one(input_ids=x, labels=x).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {one: one.eval().generate(x, max_new_tokens=20, do_sample=False, pad_token_id=0) for one in (plain, model)}
+    assert torch.equal(found[plain], found[model])
+    assert [c.kind for c in model.programs] == ["step"]
+    plain.train(), model.train()
+    loss = model(input_ids=x, labels=x).loss
+    assert abs(loss.item() - plain(input_ids=x, labels=x).loss.item()) < 1e-5
 
 
 def test_learning_rate_changes_do_not_recompile():
