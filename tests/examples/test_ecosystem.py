@@ -33,7 +33,7 @@ CASES = {
     "trainer nan filter": dict(logging_nan_inf_filter=True, optim="adamw_torch", predict_with_generate=False),
     "trainer accumulation": dict(gradient_accumulation_steps=2, steps=3),
     "trainer checkpointing": dict(gradient_checkpointing=True, optim="adamw_torch", predict_with_generate=False),
-    **{f"timm {name}": dict(name=f"test_{name}") for name in ("vit", "resnet", "efficientnet", "convnext", "nfnet", "byobnet", "vit2", "vit3", "convnext2", "mambaout")},
+    **{f"timm {name}": dict(name=f"test_{name}") for name in ("vit", "resnet", "efficientnet", "convnext", "nfnet", "byobnet", "vit2", "convnext2", "mambaout")},
 }
 DEFAULT = ("lightning", "lightning manual", "accelerate", "peft", "trl sft", "trl dpo", "diffusers", "pyg", "trainer", "timm vit")
 ONE_STEP_PROGRAM = ("lightning", "peft", "diffusers", "pyg", "timm", "trainer")
@@ -42,7 +42,8 @@ READS = ("trainer nan filter", "trainer accumulation")
 
 
 @pytest.mark.parametrize("case", with_matrix(CASES, DEFAULT))
-def test_losses_are_those_of_plain_pytorch(case):
+def test_losses_are_those_of_plain_pytorch(case, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # else Lightning looks for TPUs where torch_xla is installed, and fails
     name = case.split()[0]
     pytest.importorskip(LIBRARIES.get(name, name))
     train = importlib.import_module(f"graphacc.examples.{name}").train
