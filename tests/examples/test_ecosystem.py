@@ -43,9 +43,10 @@ READS = ("trainer nan filter", "trainer accumulation")
 
 @pytest.mark.parametrize("case", with_matrix(CASES, DEFAULT))
 def test_losses_are_those_of_plain_pytorch(case, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # else Lightning looks for TPUs where torch_xla is installed, and fails
     name = case.split()[0]
     pytest.importorskip(LIBRARIES.get(name, name))
+    if name == "lightning":  # it looks for TPUs where torch_xla was imported before, and fails without one
+        monkeypatch.setattr("lightning.fabric.accelerators.xla.XLAAccelerator.is_available", staticmethod(lambda: False))
     train = importlib.import_module(f"graphacc.examples.{name}").train
     _, expected = train(lambda model: model, **CASES[case])
     model, losses = train(functools.partial(graphacc.compile, strategy="fsdp=2", fast_compile=True, cache_dir=None), **CASES[case])
