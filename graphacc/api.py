@@ -74,7 +74,7 @@ def compile(
             `graphacc.loop.on_torch_xla`); options about programs have no effect.
         seed: of the random numbers inside the model; default: torch's current seed.
         max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
-        nan_loss: what to do about a loss that is not finite: "warn", "stop" (raise) or "ignore".
+        nan_loss: what to do about a loss that is not finite: "warn" (once, until one is finite again), "stop" (raise) or "ignore".
         keep_gradients: ``parameter.grad`` can be read after ``optimizer.step()``, and a backward without ``zero_grad()`` adds to it, as in
             PyTorch. Takes the gradients' memory, and runs every step as two programs.
         batch: in a run of several processes, "global": every process passes the same whole batch, "local": each passes its own rows

@@ -18,6 +18,7 @@ class LossWatch:
     def __init__(self, action: str):
         self.action = action  # "warn", "stop" or "ignore"
         self._watched: collections.deque[tuple[int, Tape, int]] = collections.deque()
+        self._lost = False  # the last loss was not finite, which is said once for all that follow it so
 
     def watch(self, step: int, tape: Tape) -> None:
         """A step was started whose loss `tape` holds."""
@@ -34,7 +35,8 @@ class LossWatch:
 
     def _look(self, step: int, tape: Tape, index: int) -> None:
         loss = tape.value(index).item()
-        if math.isfinite(loss):
+        said, self._lost = self._lost, not math.isfinite(loss)
+        if not self._lost or (said and self.action == "warn"):
             return
         message = (
             f"the loss of step {step} is {loss}: the parameters are probably lost; look at the batch of that step, "

@@ -630,6 +630,9 @@ def test_nan_loss_warns_with_the_step_or_stops():
         for _ in range(MAX_BEHIND):
             run_once(model, optimizer, x, y)
             optimizer.zero_grad()
+    for _ in range(MAX_BEHIND):  # said once: the parameters are NaN, and so are all losses that follow
+        run_once(model, optimizer, x, y)
+        optimizer.zero_grad()
     model = compiled(Net(), None, nan_loss="stop")
     with pytest.raises(graphacc.NonFiniteLossError, match="loss of step 1 is nan"):
         run_once(model, torch.optim.SGD(model.parameters(), lr=0.1), x * float("nan"), y)
