@@ -1,4 +1,4 @@
-// Runs the attention and Adam kernels over odd shapes, from several threads at once, products in pieces, and minimum cuts; built by
+// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, and minimum cuts; built by
 // tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gacc.h"
+#include "isa.h"
 #include "order.h"
 #include "products.h"
 #include "tasks.h"
@@ -100,6 +101,34 @@ void adam(int32_t isa, int32_t threads) {
 }
 
 // Snappy blocks of random bytes, which are damaged in every way, and hashes of every length. Returns how many blocks were whole.
+// Every form of the kernel: largest and sums, the largest alone, sums above a given number.
+void rows(int32_t isa) {
+  const gacc::RowKernels* kernels = gacc::find_row_kernels(isa);
+  for (const int64_t columns : {1, 7, 16, 33, 257}) {
+    for (int32_t dtype = GACC_F32; dtype < GACC_F32 + 3; ++dtype) {
+      constexpr int64_t count = 5;
+      const auto x = array(count * columns, dtype);
+      std::vector<float> largest(count), sums(count), again(count);
+      std::vector<std::thread> threads;
+      for (int64_t begin = 0; begin < count; begin += 2) {
+        threads.emplace_back([&, begin] {
+          const int64_t end = std::min(count, begin + 2);
+          kernels->sums({x.data(), dtype, count, columns, largest.data(), nullptr, sums.data()}, begin, end);
+          kernels->sums({x.data(), dtype, count, columns, largest.data(), nullptr, nullptr}, begin, end);
+          kernels->sums({x.data(), dtype, count, columns, nullptr, largest.data(), again.data()}, begin, end);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      for (int64_t row = 0; row < count; ++row) {
+        if (!(sums[row] >= 0.999f && sums[row] <= columns * 1.001f && std::fabs(sums[row] - again[row]) <= 1e-4f * sums[row])) {
+          std::fprintf(stderr, "row %lld of %lld columns: %f, %f\n", static_cast<long long>(row), static_cast<long long>(columns), sums[row], again[row]);
+          std::abort();
+        }
+      }
+    }
+  }
+}
+
 int records() {
   int num_whole = 0;
   const uint64_t key[4] = {1, 2, 3, 4};
@@ -232,6 +261,7 @@ int main() {
       }
     }
     adam(isa, 4);
+    rows(isa);
   }
   cuts();
   products();
