@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from graphacc._compat.torch_ import foreach_operators, solve_factors_transposed
+from graphacc._compat.torch_ import foreach_operators, solve_factors_transposed, without_modes
 
 aten = torch.ops.aten
 
@@ -229,6 +229,21 @@ def _transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     if order:
         order[dim0], order[dim1] = order[dim1], order[dim0]
     return aten.permute.default(x, order)
+
+
+@_decomposes(aten.view.default)
+def _view(x: Tensor, size: list[int]) -> Tensor:
+    """What stands for ``as_strided`` lies in memory otherwise than PyTorch expects: a view that this does not allow is one of a copy."""
+    if x.is_contiguous():
+        return NotImplemented
+    with without_modes():
+        try:
+            torch.empty_strided(x.shape, x.stride(), device="meta").view(size)
+        except (RuntimeError, ValueError):
+            pass
+        else:
+            return NotImplemented
+    return aten.view.default(x.contiguous(), size)
 
 
 @_decomposes(aten._unsafe_view.default, aten._reshape_alias.default)

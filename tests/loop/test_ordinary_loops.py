@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+import transformers
 from tolerances import relative_error
 from torch import nn
 from training import compiled
@@ -1678,3 +1679,22 @@ def test_parameters_that_are_frozen_after_a_step_keep_their_gradients_out_of_the
     model = copy.deepcopy(reference)
     compiled(model, None)
     assert run(model) == pytest.approx(run(reference), rel=1e-5)
+
+
+def test_views_of_gradients_that_as_strided_has_left_in_another_order():
+    """Longformer's attention within overlapping chunks is one program."""
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)
+    config = transformers.LongformerConfig(**sizes, attention_window=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+    def run(model):
+        optimizer, losses = sgd(model, lr=0.1), []
+        for step in range(2):
+            ids = torch.randint(3, 32, (4, 12), generator=torch.Generator().manual_seed(step))
+            losses.append(trained(optimizer, model(input_ids=ids, labels=ids).loss).item())
+        return losses
+
+    torch.manual_seed(0)
+    reference = transformers.LongformerForMaskedLM(config)
+    nn.init.normal_(reference.longformer.encoder.layer[0].attention.self.key.bias)  # gets no gradient but rounding noise
+    model = assert_same(run, model=reference)
+    assert [program.kind for program in model.programs] == ["step"]
