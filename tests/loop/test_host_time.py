@@ -80,7 +80,7 @@ def test_settings_that_change_in_between_take_effect():
         assert relative_error(got.detach(), want.detach()) <= PARAMETERS_AFTER_STEPS, name
 
 
-def test_every_loss_that_is_not_finite_is_named_in_time():
+def test_losses_that_are_not_finite_are_named_in_time_and_once_for_those_that_follow():
     model = compiled(net(), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     bad = {3, 4, 7}
@@ -93,8 +93,9 @@ def test_every_loss_that_is_not_finite_is_named_in_time():
             optimizer.step()
             optimizer.zero_grad()
         said |= {str(warning.message).partition(" is ")[0]: step for warning in caught if "loss of step" in str(warning.message)}
-    assert list(said) == [f"the loss of step {step}" for step in sorted(bad)], said
-    assert all(step < said[f"the loss of step {step}"] <= step + MAX_BEHIND for step in bad), said
+    first = [3, 7]  # 4 follows 3
+    assert list(said) == [f"the loss of step {step}" for step in first], said
+    assert all(step < said[f"the loss of step {step}"] <= step + MAX_BEHIND for step in first), said
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
