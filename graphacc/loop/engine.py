@@ -219,8 +219,8 @@ class Engine:
             raise NotRecorded("parametrize.cached() around it: a parametrization that updates its buffers runs once for all calls inside")
         if any(is_multi_grad_hook(hook) for mode in function.mode[1] if mode not in (True, False) for hooks in mode[1:] for hook in hooks):
             raise NotRecorded("a parameter has a hook of torch.autograd.graph.register_multi_grad_hook")
-        if held := next((handle.name for handle in self.handles.values() if handle.accumulator_is_held), None):
-            raise NotRecorded(f"the node of autograd that accumulates the gradient of {held!r} is held, whose hooks run in PyTorch's own backward alone")
+        if hooked := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None):
+            raise NotRecorded(f"the node of autograd that accumulates the gradient of {hooked!r} has hooks, which run in PyTorch's own backward alone")
         trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
         if not trains:
             self.settle_buffers()

@@ -156,13 +156,13 @@ class Handle:
             return self.tensor.requires_grad
 
     @property
-    def accumulator_is_held(self) -> bool:
-        """Whether the loop holds autograd's node that accumulates the gradient: a hook on it runs in PyTorch's own backward alone."""
+    def accumulator_has_hooks(self) -> bool:
+        """Whether autograd's node that accumulates the gradient has hooks, which run in PyTorch's own backward alone."""
         if not self.differentiated or not self.trains:
             return False
         with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.inference_mode(False):
             node = torch.autograd.graph.get_gradient_edge(self.tensor).node
-        return sys.getrefcount(node) > 2  # this name and the argument
+        return _has_hooks(node.register_hook) or _has_hooks(node.register_prehook)
 
     @property
     def has_grad(self) -> bool:
@@ -218,6 +218,15 @@ class Handle:
             self.engine.fetch_optimizer_state(binding)
             binding.state_on_device = False
         self.exposed = True
+
+
+def _has_hooks(register: typing.Callable) -> bool:
+    """Whether a node has hooks of the kind that `register` adds: one more is in the same dict as those."""
+    own = register(lambda *_: None)
+    try:
+        return len(own.hooks_dict_ref()) > 1
+    finally:
+        own.remove()
 
 
 class _Mark:
@@ -421,7 +430,7 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                 handle.frees_host = engine.programs.offload is None
             else:
                 handle.differentiated = kind is Kind.PARAM
-                handle.differentiated = handle.accumulator_is_held
+                handle.differentiated = handle.accumulator_has_hooks
             tensor.__class__ = managed
             tensor._graphacc_handle = handle
     return found
