@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.fx
 
+from graphacc._compat.torch_ import new_graph
 from graphacc.errors import GraphError
 
 
@@ -32,6 +33,8 @@ class Phase(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+
+    __hash__ = object.__hash__  # quick: an enum's own hashes the name, in Python
 
 
 class Kind(enum.Enum):
@@ -165,7 +168,7 @@ class StepGraph:
 
     def copy(self) -> "StepGraph":
         """The same step in a graph of its own; fake values and constants are shared."""
-        graph, copies = torch.fx.Graph(), {}
+        graph, copies = new_graph(), {}
         for node in self.graph.nodes:
             if node.op == "output":
                 graph.output(torch.fx.map_arg(node.args[0], copies.__getitem__))

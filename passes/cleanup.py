@@ -5,6 +5,7 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import StepGraph
+from graphacc.ops.facts import draws
 from graphacc.passes.edit import constant
 from graphacc.passes.runner import Log, Pass
 
@@ -32,7 +33,7 @@ def merge_common_subexpressions(step: StepGraph, log: Log) -> StepGraph:
     """
     seen: dict[tuple, torch.fx.Node] = {}
     for node in list(step.graph.nodes):
-        if node.op != "call_function" or _draws(node):
+        if node.op != "call_function" or draws(node.target):
             continue
         earlier = seen.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
         if earlier is not node:
@@ -40,10 +41,6 @@ def merge_common_subexpressions(step: StepGraph, log: Log) -> StepGraph:
             step.graph.erase_node(node)
             log.rewrote()
     return step
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _key(value: object) -> object:

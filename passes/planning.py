@@ -140,7 +140,7 @@ class Planner:
         if last is not None:
             plan = self._decide(passes[: last + 1], state.step)
             state, (inputs, outputs) = state.decided(plan), signature(state.step, plan)
-        moves = tuple(dataclasses.replace(move, size_bytes=move.size_bytes // ranks) for move, _, ranks in state.moves)
+        moves = tuple(move if ranks == 1 else dataclasses.replace(move, size_bytes=move.size_bytes // ranks) for move, _, ranks in state.moves)
         return StepPlan(strategy=strategy, axes=state.axes, placements=state.placements, moves=moves, inputs=inputs, outputs=outputs)
 
     def _after(self, passes: Sequence[Pass]) -> _State:

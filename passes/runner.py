@@ -85,14 +85,38 @@ def run_passes(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """No cyclic garbage collection inside: passes make many objects that live on, over all of which it would go again and again."""
+    """No cyclic garbage collection inside: passes make many objects that live on, over all of which it would go again and again.
+
+    Nor one over them right behind it: what was made counts as old from then on.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            _count_as_old()
             gc.enable()
+
+
+_MAX_UNSEEN = 1_500_000
+_unseen = 0  # objects that were made old since a whole collection of ours
+
+
+def _count_as_old() -> None:
+    """Hand all objects to the oldest generation, without looking at any (``gc.freeze`` and back); whole collections see them.
+
+    Python's own rule for when one of these is due does not count what is handed over, so one is made after `_MAX_UNSEEN` objects.
+    """
+    global _unseen
+    if gc.get_freeze_count():  # the user's own, which `unfreeze` would undo
+        return
+    _unseen += gc.get_count()[0]
+    if _unseen > _MAX_UNSEEN:
+        gc.collect()
+        _unseen = 0
+    gc.freeze()
+    gc.unfreeze()
 
 
 def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassReport]:

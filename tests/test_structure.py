@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "errors": set(),
     "_compat": set(),
     "cache": set(),
-    "graph": {"errors"},
+    "graph": {"errors", "_compat"},
     "hlo": {"errors", "graph"},
     "ops": {"_compat", "kernels"},
     "kernels": {"", "errors"},

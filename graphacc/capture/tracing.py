@@ -16,6 +16,7 @@ from graphacc.capture.randomness import Streams
 from graphacc.capture.source import SourceMode
 from graphacc.errors import CaptureError
 from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.ops.facts import draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,4 +150,4 @@ def _check_random(graph: fx.Graph) -> None:
 
 
 def _is_random(target: object) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, torch._ops.OpOverload) and draws(target)

@@ -96,6 +96,18 @@ def facts(target: Any) -> Facts:
 
 
 @functools.cache
+def draws(target: Any) -> bool:
+    """Whether an operator draws from a generator of torch's."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+@functools.cache
+def is_pointwise(target: Any) -> bool:
+    """Whether torch tags an operator as working element by element."""
+    return torch.Tag.pointwise in target.tags
+
+
+@functools.cache
 def of_kind(*kinds: OpKind) -> frozenset[Any]:
     """The operators of these kinds."""
     return frozenset(target for target, record in FACTS.items() if record.kind in kinds)

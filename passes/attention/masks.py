@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphacc.graph import StepGraph
-from graphacc.ops.facts import OpKind, of_kind
+from graphacc.ops.facts import OpKind, draws, of_kind
 from graphacc.ops.flash_attention import EmptyRows
 
 aten = torch.ops.aten
@@ -260,9 +260,8 @@ class Masks:
             if node.op == "placeholder":
                 self._static[node] = node in self._values
             else:
-                drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
                 known = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-                self._static[node] = known and not drawn and all(self.static(used) for used in node.all_input_nodes)
+                self._static[node] = known and not draws(node.target) and all(self.static(used) for used in node.all_input_nodes)
         return self._static[node]
 
     def value(self, node: fx.Node) -> torch.Tensor | None:

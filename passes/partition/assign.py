@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, draws, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.edit import constant, description, only_user
@@ -59,7 +59,7 @@ class ModelParallel:
     gathers_sequences: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Decision:
     """What calls of one form do: the same operator with the same constants, on operands of the same shapes that are placed alike."""
 
@@ -343,15 +343,20 @@ class Assigner:
         """The operands of a call, and what its rule depends on and no more; None for that if it may look at how operands are made."""
         operands: list[torch.fx.Node] = []
         places: list[Placement] = []
-        arguments = self._key(node.args, node, presented, operands, places), self._key(tuple(node.kwargs.items()), node, presented, operands, places)
-        hidden = node.target in READS_NODES or node.name in self.pins or any(type(placement) is Partial for placement in places)
-        return operands, None if hidden else (node.target, node.meta["phase"], arguments)
+        key: list[Any] = [node.target, node.meta["phase"], len(node.args)]
+        for value in (*node.args, *node.kwargs.items()):
+            key.append(value if type(value) is int else self._key(value, node, presented, operands, places))
+        hidden = node.target in READS_NODES or node.name in self.pins
+        for placement in places:
+            hidden = hidden or type(placement) is Partial
+        return operands, None if hidden else tuple(key)
 
     def _key(self, value: Any, user: torch.fx.Node, presented: Presented, operands: list, places: list) -> Any:
         """A key of an argument; the operands in it and how they are placed are noted, too."""
-        if isinstance(value, (tuple, list)):
-            return tuple([self._key(item, user, presented, operands, places) for item in value])
-        if type(value) is not torch.fx.Node:
+        kind = type(value)
+        if kind is not torch.fx.Node:
+            if isinstance(value, (tuple, list)):
+                return tuple([item if type(item) is int else self._key(item, user, presented, operands, places) for item in value])
             return constant(value)
         placement = presented(value, user)
         operands.append(value)
@@ -362,7 +367,7 @@ class Assigner:
     def _plan(self, call: Call) -> Plan:
         """The plan of a call, by the operator's rule."""
         target = call.node.target
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if draws(target):
             raise GraphError(
                 f"node {call.node.name!r} calls {target}, which draws from a generator of its own: ranks would draw the same, or "
                 f"other numbers than one device does. Capture must turn it into graphacc::random_uniform or graphacc::random_bits"

@@ -5,7 +5,6 @@ a partial sum, and replication. The cheapest in bytes received wins; ties go to 
 the results spread.
 """
 
-import dataclasses
 import math
 
 import torch
@@ -94,13 +93,13 @@ def _without_padding(call: Call, dims: Dims, label: Label, emit: Emit | None) ->
 
 def _place(name: str, labels, label: Label, like: Shard, dims: Dims, reduces: bool) -> Placement:
     if label in labels:
-        return dataclasses.replace(like, dim=list(labels).index(label))
+        return like.along(list(labels).index(label))
     return Partial(dims.reduce[label]) if reduces and name in dims.once else REPLICATE
 
 
 def _place_result(labels, label: Label, like: Shard, dims: Dims) -> Placement:
     if label in labels:
-        return dataclasses.replace(like, dim=list(labels).index(label))
+        return like.along(list(labels).index(label))
     op = dims.reduce[label]
     return REPLICATE if op is None else Partial(op)
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from graphacc.ops.facts import OpKind, of_kind
-from graphacc._compat.torch_ import fake_mode
+from graphacc._compat.torch_ import fake_mode, new_graph
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective
@@ -26,7 +26,7 @@ class Emitter:
     def __init__(self, axis: str, num_ranks: int):
         self.axis = axis
         self.num_ranks = num_ranks
-        self.graph = torch.fx.Graph()
+        self.graph = new_graph()
         self.node: torch.fx.Node = None  # of the unpartitioned graph; set by who writes
         self.collectives: list[Collective] = []  # in the order in which they are written
         self._mode = fake_mode()

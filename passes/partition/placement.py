@@ -15,6 +15,9 @@ import torch.fx
 class Replicate:
     """Every rank holds the whole tensor."""
 
+    def __hash__(self) -> int:
+        return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Order:
@@ -35,6 +38,13 @@ class Shard:
     outer: int = 1
     padding: int = 0  # elements behind the end of the dim that make it divide; only with `outer` 1
     order: Order | None = dataclasses.field(default=None, repr=False)  # None: the ranks' blocks are those of the tensor
+
+    def __hash__(self) -> int:  # quick: placements are in most keys of the planner
+        return self.dim + 1
+
+    def along(self, dim: int) -> "Shard":
+        """The same split of another dim."""
+        return self if dim == self.dim else Shard(dim, self.outer, self.padding, self.order)
 
     @property
     def plain(self) -> bool:

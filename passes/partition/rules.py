@@ -21,6 +21,7 @@ import torch.fx
 
 import graphacc.ops  # noqa: F401  (rules name its operators)
 from graphacc.graph import Phase
+from graphacc.ops.facts import is_pointwise
 from graphacc.passes.partition.placement import REPLICATE, Placement, Replicate, Shard, local_shape
 
 Label = Hashable
@@ -39,7 +40,7 @@ class Communicating:
         return self.write(build, args, kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Operand:
     """One tensor argument of a call."""
 
@@ -68,7 +69,7 @@ class ExpertParallel:
         return min(num_rows, -(-wanted // self.multiple) * self.multiple)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Call:
     """A node of the unpartitioned graph with the placements of its operands."""
 
@@ -148,7 +149,7 @@ class Dims:
         return labels or (None,) * len(operand.shape)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Plan:
     """How one call is carried out locally."""
 
@@ -189,9 +190,8 @@ def rule(names: str, *, reads_nodes: bool = False) -> Callable[[Rule], Rule]:
 
 def find_rule(target: torch._ops.OpOverload) -> Rule | None:
     """The rule of an operator; operators that torch tags as pointwise share one."""
-    if target in RULES:
-        return RULES[target]
-    return RULES[operator("aten.add.Tensor")] if torch.Tag.pointwise in target.tags else None
+    found = RULES.get(target)
+    return RULES[torch.ops.aten.add.Tensor] if found is None and is_pointwise(target) else found
 
 
 def replicate(call: Call, reason: str) -> Plan:

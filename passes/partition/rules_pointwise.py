@@ -1,10 +1,13 @@
 """Rules of operators that work element by element, with broadcasting."""
 
-from graphacc.ops.facts import facts
+import torch
+
+from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
 
-_COPIES = ("clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "wait_tensor.default", "mark_sharding.default", "permute_ranks.default")
+aten, mesh = torch.ops.aten, torch.ops.graphacc
+_COPIES = of_kind(OpKind.SAME) | {torch.ops._c10d_functional.wait_tensor.default, mesh.mark_sharding.default, mesh.permute_ranks.default}
 
 
 def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> list[int | None]:
@@ -32,10 +35,11 @@ def pointwise(call: Call, **facts) -> Dims:
     "_c10d_functional.wait_tensor.default graphacc.mark_sharding.default graphacc.permute_ranks.default"
 )
 def _pointwise(call: Call) -> Dims:
-    name, known = str(call.node.target).removeprefix("aten."), facts(call.node.target)
-    if name.rpartition("functional.")[2].removeprefix("graphacc.") in _COPIES:
-        return pointwise(call, linear=tuple(operand.name for operand in call.operands), moves=True)
-    if name == "bucketize.Tensor":
+    target = call.node.target
+    known = facts(target)
+    if target in _COPIES:
+        return pointwise(call, linear=tuple([operand.name for operand in call.operands]), moves=True)
+    if target is aten.bucketize.Tensor:
         dims = pointwise(call)
         return Dims({"self": dims.operands["self"]}, dims.results)
     return pointwise(call, linear=known.linear, joint=known.joint)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.fx
 
+from graphacc._compat.torch_ import new_graph
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, MeshShard, Output, StepGraph
 from graphacc.passes.edit import infer
@@ -182,7 +183,7 @@ class _Writer:
 
     def __init__(self, cutter: _Cutter):
         self.cutter = cutter
-        self.graph = torch.fx.Graph()
+        self.graph = new_graph()
         self.copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self.inputs: list[Input] = []
         self.outputs: list[tuple[Output, torch.fx.Node]] = []
