@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from graphacc._compat.probes import why_not_at_all
+from graphacc._compat.probes import META_MODELS, has, why_not_at_all, why_off
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
 from graphacc.loop.choice import Choice
@@ -113,6 +113,8 @@ def compile(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and capture == "torch_xla":
             raise GraphAccError(f'{name!r} is on the meta device, and capture="torch_xla" makes no values: materialise the model before, or leave capture out')
+        if tensor.is_meta and not has(META_MODELS):
+            raise GraphAccError(f"{name!r} is on the meta device, which cannot be compiled with this version of torch ({why_off(META_MODELS)}): materialise the model before")
         if is_lazy(tensor):
             raise GraphAccError(f"{name!r} has no shape yet: call the model once on a batch before graphacc.compile, which gives its lazy modules their shapes")
     _check_attributes(model)

@@ -40,6 +40,7 @@ CAPTURE = Feature(
         "torch.utils._python_dispatch:TorchDispatchMode",
         "torch.utils._python_dispatch:_disable_current_modes",
         "torch.utils._pytree:tree_map_only",
+        "torch.utils._pytree:SUPPORTED_NODES",
         "torch._dispatch.python:enable_python_dispatcher",
         "torch._decomp:core_aten_decompositions",
         "torch._decomp:decomposition_table",
@@ -124,6 +125,11 @@ STORAGE_USERS = Feature(
     title="seeing whether the loop holds a tensor",
     without="every one is taken as held, and state comes to the host in every step that it may be read in",
     apis=("torch._C:_storage_Use_Count", "torch:UntypedStorage._cdata"),
+)
+META_MODELS = Feature(
+    title="models on the meta device",
+    without="they are refused: materialise them before",
+    apis=("torch._C:_swap_tensor_impl",),
 )
 PROCESS_GROUPS = Feature(
     title="the reference executor's process groups",

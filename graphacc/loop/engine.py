@@ -116,7 +116,7 @@ class Engine:
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._last_function: ModelCall | None = None
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
-        self._forms: dict[ModelCall, set[tuple]] = {}  # call without gradients -> shapes and dtypes of its tensors
+        self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
 
     # ---- calls of the model
@@ -258,7 +258,7 @@ class Engine:
         if self.options.capture != "auto" or self.programs.local_batch or any(handle.frees_host for handle in self.handles.values()):
             return None  # the user wants programs; other processes may see other shapes; the host need not hold the model
         form = tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        known = self._forms.setdefault(function, {form})
+        known = self._forms.setdefault(function.path, {form})
         if form in known or len(known) < MAX_FORMS:
             known.add(form)
             return None

@@ -345,8 +345,9 @@ class Managed(Tensor):
         if replaces and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
             handle.engine.before_another_form(handle)
         result = run_function(func, args, kwargs)
-        if type(result) is Tensor and result.grad_fn is not None:
-            for handle in filter(None, map(handle_of, args)):
+        results = (result,) if isinstance(result, Tensor) else trees.leaves(result)
+        if any(type(leaf) is Tensor and leaf.grad_fn is not None for leaf in results):
+            for handle in filter(None, map(handle_of, trees.leaves((args, kwargs)))):
                 handle.differentiated = True
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
             result.__class__ = type(args[0])  # what nn.Parameter(parameter) asks of a subclass; it belongs to no model yet

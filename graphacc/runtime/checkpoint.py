@@ -133,6 +133,7 @@ def save(
     except BaseException:
         _discard(directory, path)
         raise
+
     def finish() -> None:
         try:
             _together(lambda: _write(directory, token, writing, pieces), f"{token}/data")

@@ -305,6 +305,16 @@ def accumulator_hook(m, o, x, y, i):
     return trained(o, F.cross_entropy(m(x), y))
 
 
+def accumulator_hooks_found_otherwise(m, o, x, y, i):
+    """The node behind a tuple of results, a list of operands and a named one."""
+    weight = m.second.weight
+    result = [lambda: weight.unbind()[0], lambda: torch.cat([weight, weight]), lambda: torch.sum(input=weight), lambda: weight.detach().sum()][i % 4]()
+    if result.grad_fn is not None:
+        with result.grad_fn.next_functions[0][0].register_prehook(lambda gradients: (gradients[0] * 0.5,)):
+            return trained(o, F.cross_entropy(m(x), y))
+    return trained(o, F.cross_entropy(m(x), y))
+
+
 def gradient_edge_hook(m, o, x, y, i):
     edge = torch.autograd.graph.get_gradient_edge(m.first.weight)
     seen = []
@@ -672,7 +682,7 @@ LOOPS = [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
-            gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook, accumulator_hook, gradient_edge_hook,
+            gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook, accumulator_hook, accumulator_hooks_found_otherwise, gradient_edge_hook,
             gradient_norm_logged, masked_rows, decided_by_the_loss, losses_in_a_buffer, sharpness_aware, attribute_changes, dropout_probability_changes,
             late_forward_hook, late_parameter_hook, hook_that_keeps, layer_replaced, schedule_in_the_loss, with_closure,
         ],
