@@ -72,7 +72,8 @@ def compile(
             which follow more code, but give no operators for passes to work on; "auto" takes FX, and lazy tensors where FX refuses.
             "torch_xla" compiles nothing: the model runs on torch_xla's own runtime, which follows all code, on one device (see
             `graphacc.loop.on_torch_xla`); options about programs have no effect.
-        seed: of the random numbers inside the model; default: torch's current seed.
+        seed: of the random numbers inside the model; default: torch's, and `torch.manual_seed` sets it anew (in a job of several
+            processes: torch's when this is called).
         max_grad_norm: clip, in every ``optimizer.step()``, the total 2-norm of the gradients of that optimizer's parameters.
         nan_loss: what to do about a loss that is not finite: "warn" (once, until one is finite again), "stop" (raise) or "ignore".
         keep_gradients: ``parameter.grad`` can be read after ``optimizer.step()``, and a backward without ``zero_grad()`` adds to it, as in
@@ -123,6 +124,7 @@ def compile(
     _check_choice("batch", batch, BATCHES)
     check_memory_plan(memory_plan, plan_seconds)
     distributed.initialize()
+    follows_torch = seed is None and distributed.process_count() == 1
     seed = seed_of_torch() if seed is None else seed & 0xFFFFFFFF
     if capture == "torch_xla":
         asked = dict(verify=verify, max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
@@ -150,7 +152,7 @@ def compile(
         local_batch=batch == "local",
         seed=seed,
     )
-    options = Options(seed=seed, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
+    options = Options(seed=seed, follows_torch=follows_torch, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
     engine = Engine(model, programs, options, None if request is None else Choice(request))
     engine.verifier.request(verify)
     attach(model, engine)

@@ -53,7 +53,7 @@ def save_checkpoint(
     engine = engine_of(model)
     tensors = {name: engine.current(handle) for name, handle in engine.handles.items() if engine.is_saved(handle)}
     tensors = {f"model/{name}": value for name, value in tensors.items()}
-    metadata: dict[str, Any] = {"format": FORMAT, "seed": engine.options.seed, "counter": engine.counter, "steps": engine.steps, "extra": extra or {}}
+    metadata: dict[str, Any] = {"format": FORMAT, "seed": engine.keys.seed, "counter": engine.keys.counter, "steps": engine.steps, "extra": extra or {}}
     if optimizer is not None:
         binding = engine.binding_of(optimizer)
         tensors |= {f"optimizer/{target}": value for target, value in engine.current_optimizer_state(binding).items()}

@@ -174,7 +174,7 @@ class ByPyTorch:
         derived = set(tape.grad_values.values())
         with self.buffers_kept(tape.has_run, buffers), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             named = {name: handle.tensor for name, handle in self.engine.handles.items()}
-            with keyed_randomness(self.engine.seed, tape.counter):
+            with keyed_randomness(tape.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)
             for call in tape.gradient_calls:
                 if derived.isdisjoint(tape.reads(call)):

@@ -35,6 +35,7 @@ from graphacc.loop.fallback import NOT_COMPILED, Fallback, explanation
 from graphacc.loop.gradients import Gradients, used_again
 from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
 from graphacc.loop.islands import Islands
+from graphacc.loop.keys import RandomKeys
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
 from graphacc.loop.model_call import ModelCall
@@ -67,7 +68,8 @@ with further calls compiled one by one (the steps of an adaptive solver)."""
 class Options:
     """What the user asked for besides the strategy."""
 
-    seed: int  # first word of every random key
+    seed: int  # first word of the random keys
+    follows_torch: bool = False  # it is torch's, and `torch.manual_seed` sets it anew
     max_grad_norm: float | None = None  # clip the total norm of the gradients that an optimizer's step uses
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
     keep_gradients: bool = False  # gradients stay after a step, as PyTorch's do, at the cost of their memory
@@ -97,8 +99,7 @@ class Engine:
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
         self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads
         self.bindings: dict[int, Binding] = {}
-        self.seed = options.seed  # first word of the random key
-        self.counter = 0  # of model calls; second word of the random key
+        self.keys = RandomKeys(options.seed, follows=options.follows_torch)
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
         self.lock = threading.RLock()  # held while the state on the devices changes, or is read
@@ -406,8 +407,7 @@ class Engine:
             self._discard(tape)
 
     def _new_tape(self) -> Tape:
-        self.counter += 1
-        tape = Tape(self, self.counter)
+        tape = Tape(self, self.keys.next())
         with torch._C.DisableTorchFunctionSubclass():
             tape.parameter_versions = {name: handle.version for name, handle in self.handles.items()}
         return tape
@@ -771,7 +771,8 @@ class Engine:
         self.gradients.host_grads.clear()
         for handle in self.handles.values():
             handle.grad = handle.host_grad = None
-        self.seed, self.counter, self.steps = seed, counter, steps
+        self.keys.restart(seed, counter)
+        self.steps = steps
 
 
 def _grad_mode(tensor: Tensor) -> object:

@@ -129,7 +129,7 @@ class Execution:
             self.engine.gradients.force(tape)  # code on gradients reads one that the loop has meanwhile replaced
             tape = None
         if tape is None:
-            tape = Tape(self.engine, self.engine.counter)
+            tape = Tape(self.engine, (self.engine.keys.seed, self.engine.keys.counter))
         for name in names:
             if name not in tape.grad_bindings:
                 tape.grad_values[name] = tape.grad_bindings[name] = tape.add_value(self.engine.fakes.gradient_of(self.engine.handles[name]))
@@ -229,7 +229,9 @@ class Execution:
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
     ) -> dict[tuple[Kind, str], object]:
         """The inputs of a program that are no state."""
-        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [self.microbatch_seed(microbatch or 0), tape.counter & 0xFFFFFFFF]}
+        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, microbatch or 0), tape.counter & 0xFFFFFFFF]}
+        if compiled.draws:
+            self.engine.keys.note_draws()
         for index, path in enumerate(tape.external_paths):
             tensor = tape.external(index)
             if microbatch is not None:
@@ -241,10 +243,6 @@ class Execution:
             if item.kind in (Kind.LOSS, Kind.USER):
                 feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
         return feeds
-
-    def microbatch_seed(self, microbatch: int) -> int:
-        """First word of the random key of one microbatch."""
-        return self.engine.seed ^ (microbatch * _GOLDEN & 0xFFFFFFFF)
 
     def _mark_stale(self, compiled: Compiled) -> None:
         for item in compiled.graph.outputs:
@@ -289,3 +287,8 @@ class Execution:
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:
     return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form}
+
+
+def microbatch_seed(tape: Tape, microbatch: int) -> int:
+    """First word of the random key of one microbatch."""
+    return tape.seed ^ (microbatch * _GOLDEN & 0xFFFFFFFF)

@@ -50,6 +50,11 @@ class Pipelined:
     flops: Mapping[str, float]  # dtype -> operations of products in the captured graph, of one microbatch and all devices together
 
     @property
+    def draws(self) -> bool:
+        """Whether one of them draws random numbers."""
+        return any(part.draws for part in self.parts)
+
+    @property
     def transfer_bytes(self) -> dict[tuple[int, int], int]:
         """(from stage, to stage) -> bytes that all devices together send for one microbatch."""
         sent: dict[tuple[int, int], int] = collections.defaultdict(int)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 import typing
@@ -74,6 +75,11 @@ class Compiled:
     compile_seconds: float
     passes: tuple[PassReport, ...] = ()  # what each pass did to the graph
     flops: Mapping[str, float] | None = None  # dtype -> operations of products in the captured graph, of all devices together; None: it was HLO
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers; False where the graph does not tell."""
+        return not isinstance(self.graph, HloStep) and not _unread_keys(self.graph)
 
     @property
     def num_operators(self) -> int:

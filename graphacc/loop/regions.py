@@ -90,7 +90,7 @@ def run(engine: "Engine", tape: Tape) -> None:
 def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:
     """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
     externals = {index: tape.whole_external(index) for call in calls for index in call.externals}
-    drawn = keyed_randomness(engine.seed, tape.counter)
+    drawn = keyed_randomness(tape.seed, tape.counter)
     with engine.by_pytorch.buffers_kept(True, {}), engine.by_pytorch.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
         tape.replay(calls, env, externals, {name: handle.tensor for name, handle in engine.handles.items()})
     if drawn.count:

@@ -106,10 +106,10 @@ class Call:
 class Tape:
     """A recording of one part of the user's loop: forward calls, at most one backward, and gradient code."""
 
-    def __init__(self, engine: "Engine", counter: int):
+    def __init__(self, engine: "Engine", key: tuple[int, int]):
         self.engine = engine
         self.serial = next(_serials)
-        self.counter = counter  # of the random key that every program made from this tape uses
+        self.seed, self.counter = key  # of the random numbers, in every program made from this tape
         self.calls: list[Call] = []
         self.values: list[Tensor] = []  # fake tensors
         self.promises: dict[int, weakref.ref] = {}

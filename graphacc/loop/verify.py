@@ -29,6 +29,7 @@ from graphacc.capture.update import FIRST_STREAM
 from graphacc.errors import StrategyError, VerificationError
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.loop import build
+from graphacc.loop.execution import microbatch_seed
 from graphacc.loop.managed import handle_of
 from graphacc.loop.optimizers import Binding, python_number
 from graphacc.loop.programs import STATE_KINDS, Compiled, Programs
@@ -354,7 +355,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
             env.clear()
             whole = {i: build.microbatch(tape.sources[i], tape, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
             batch = {i: tensor.clone() for i, tensor in whole.items()}  # the recorded code may write into it
-            with keyed_randomness(engine.execution.microbatch_seed(microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
+            with keyed_randomness(microbatch_seed(tape, microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
                 tape.replay(tape.forward_calls, env, batch, _named(engine.model))
             parts.append({i: env[i].detach().clone() for i in wanted})
             if grads:
@@ -386,7 +387,7 @@ def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         batch = {i: tensor.clone().requires_grad_(i in run.inputs) for i, tensor in run.batch.items()}
         precision = computing_in(engine.programs.strategy.precision, "cpu")
-        with keyed_randomness(engine.execution.microbatch_seed(0), tape.counter), torch.enable_grad(), precision:
+        with keyed_randomness(microbatch_seed(tape, 0), tape.counter), torch.enable_grad(), precision:
             tape.replay(tape.forward_calls, env, batch, _named(engine.model))
         wanted = {(Kind.GRAD, name): leaf for name, leaf in leaves.items() if leaf.requires_grad} | {(Kind.USER, f"input {i}"): batch[i] for i in run.inputs}
         pairs = [(env[index], seed.to(env[index].dtype)) for index, seed in run.seeds.items() if env[index].requires_grad]
@@ -413,7 +414,7 @@ def _update(engine: "Engine", run: _Run, start: Values, env: Mapping[int, Tensor
     grads = {name: env[index] if run.kind == "step" else start[Kind.GRAD, name] for name, index in made.items()}
     extras = [run.batch[i].clone() for i in code.external_indices] + [env[i].detach() for i in code.forward_values]
     extras += [start[handle.kind, handle.name].clone() for handle in code.handles]
-    with torch.no_grad(), keyed_randomness(engine.execution.microbatch_seed(0), tape.counter, FIRST_STREAM):
+    with torch.no_grad(), keyed_randomness(microbatch_seed(tape, 0), tape.counter, FIRST_STREAM):
         after = code.replay(grads, extras)
         used = {name: grad.clone() for name, grad in code.update_gradients(after).items()}
     values |= {(Kind.USER, str(i)): after[i].detach().clone() for i in code.results}

@@ -230,7 +230,7 @@ def test_dropout_of_compiled_parts_is_drawn_from_the_key_and_the_same_in_backwar
     x = torch.randn(8, 4)
     loss = model(x)
     loss.backward()
-    counter = model._graphacc_engine.counter
+    counter = model._graphacc_engine.keys.counter
     for number, part in ((counter - 1, reference.first), (counter, reference.second)):
         mode = keyed_randomness(3, number)
         part.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)

@@ -1,0 +1,108 @@
+"""Random numbers of compiled programs follow `torch.manual_seed`, as eager ones do: the same where eager's are the same, others where these are others."""
+
+import pytest
+import torch
+from torch import nn
+
+import graphacc
+
+X = torch.linspace(-1, 1, 64).view(8, 8)
+
+
+def dropping(devices: int | None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+    return model if devices is None else graphacc.compile(model, devices=devices, fast_compile=True, memory_plan="xla", **options)
+
+
+def trained(model: nn.Module, steps: int) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for _ in range(steps):
+        loss = model(X).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def seeded_again(model):
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found += trained(model, 2)
+    return found
+
+
+def without_gradients(model):
+    with torch.no_grad():
+        found = []
+        for seed in (3, 3, None, 3):
+            if seed is not None:
+                torch.manual_seed(seed)
+            found.append(model(X).pow(2).mean().item())
+    return found
+
+
+def forked(model):
+    torch.manual_seed(4)
+    found = trained(model, 2)
+    for _ in range(2):
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            found += trained(model, 1)
+    torch.manual_seed(4)
+    return found + trained(model, 3)
+
+
+def goes_on_after_a_fork(model):
+    """The third step under a seed, with and without other numbers between."""
+    torch.manual_seed(6)
+    found = trained(model, 3)
+    torch.manual_seed(6)
+    found += trained(model, 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        found += trained(model, 2)
+    return found + trained(model, 1)
+
+
+def equalities(values: list[float]) -> list[list[bool]]:
+    return [[abs(a - b) < 1e-6 for b in values] for a in values]
+
+
+@pytest.mark.parametrize("run", [seeded_again, without_gradients, forked, goes_on_after_a_fork], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_numbers_repeat_where_eager_ones_do(run, devices):
+    expected = equalities(run(dropping(None)))
+    assert equalities(run(dropping(devices))) == expected
+    assert 2 < sum(map(sum, expected)) < len(expected) ** 2
+
+
+def test_a_seed_of_its_own_stays():
+    model = dropping(8, seed=9)
+    found = seeded_again(model)
+    assert sum(map(sum, equalities(found))) == len(found)
+
+
+def test_a_model_that_draws_nothing_takes_nothing_from_the_generator():
+    model = graphacc.compile(nn.Linear(8, 4), devices=8, fast_compile=True)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    trained(model, 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_goes_on(tmp_path):
+    """Also where the generator was seeded just before loading."""
+    model = dropping(8)
+    torch.manual_seed(1)
+    trained(model, 2)
+    graphacc.save_checkpoint(tmp_path / "step2", model)
+    expected = trained(model, 2)
+    other = dropping(8)
+    trained(other, 1)
+    torch.manual_seed(1)
+    graphacc.load_checkpoint(tmp_path / "step2", other)
+    assert trained(other, 2) == pytest.approx(expected, rel=1e-6)
