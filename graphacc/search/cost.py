@@ -18,6 +18,7 @@ from graphacc.passes.partition.plan import Role
 
 _LOOKED_THROUGH = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER)
 """What gathers follow behind."""
+_REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default)
 RETURNED = (Kind.LOSS, Kind.USER)
 """Outputs that the loop gets; the others replace inputs, or are gradients that the update consumes."""
 _LARGE = 2**30  # dims of what is no product
@@ -49,6 +50,8 @@ class Weight:
     trained: bool
     gathers: int  # phases (forward, backward) that read it
     count: int  # parameters that it stands for
+    shape: tuple[int, ...]
+    gradient_is_strided: bool  # a view of what backward computes, such as its transpose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,14 +119,22 @@ def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Move
 
 
 def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Weight, ...]:
+    strided = {item.target for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD and _is_strided(node)}
     return tuple(
-        _weight(node, item.target, item.trainable, count(node))
+        _weight(node, item.target, item.trainable, count(node), item.target in strided)
         for node, item in zip(step.placeholders, step.inputs)
         if item.kind is Kind.PARAM
     )
 
 
-def _weight(node: torch.fx.Node, name: str, trained: bool, count: int) -> Weight:
+def _is_strided(gradient: torch.fx.Node) -> bool:
+    """Before it is reduced over the data axes."""
+    while gradient.target in _REDUCTIONS:
+        gradient = gradient.all_input_nodes[0]
+    return not gradient.meta["val"].is_contiguous()
+
+
+def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_is_strided: bool) -> Weight:
     """Phases and dtype in which a parameter is read, behind casts and views."""
     phases: set[Phase] = set()
     travels, left = [], [node]
@@ -140,7 +151,14 @@ def _weight(node: torch.fx.Node, name: str, trained: bool, count: int) -> Weight
     kept = node.meta["val"]
     width = min(travels, default=kept.dtype.itemsize)
     return Weight(
-        name=name, size_bytes=value_bytes(node), travels_bytes=kept.numel() * min(width, kept.dtype.itemsize), trained=trained, gathers=len(phases), count=count
+        name=name,
+        size_bytes=value_bytes(node),
+        travels_bytes=kept.numel() * min(width, kept.dtype.itemsize),
+        trained=trained,
+        gathers=len(phases),
+        count=count,
+        shape=tuple(kept.shape),
+        gradient_is_strided=gradient_is_strided,
     )
 
 

@@ -18,7 +18,8 @@ from graphacc.costs.hardware import Hardware
 from graphacc.graph import Phase
 from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
 from graphacc.passes.partition.plan import Role
-from graphacc.search.cost import GraphCost, Moved, move_seconds
+from graphacc.passes.partition.zero import state_split
+from graphacc.search.cost import GraphCost, Moved, Weight, move_seconds
 from graphacc.strategy.axes import DP, FSDP, GRADIENT_AXES
 from graphacc.strategy.spec import Strategy
 
@@ -62,6 +63,16 @@ class Profile:
     state_bytes: Mapping[str, int]  # parameter -> bytes of its optimizer state on this rank
     update_bytes: int  # that the whole update reads and writes
 
+    def floor(self, strategy: Strategy, hardware: Hardware) -> float:
+        """Seconds of what every rank computes and waits for, also where one of the model axes is larger.
+
+        Not in it: what the data axes may divide or hide, and sums of gradients over a model axis, which shrink with the weights that another axis splits.
+        """
+        cast = sum(weight.count * (weight.size_bytes + weight.travels_bytes) for weight in self.cost.weights if weight.travels_bytes < weight.size_bytes)
+        waited = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role is not Role.GRADIENT]
+        once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(cast, hardware)
+        return strategy.microbatches * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in waited))
+
     def estimate(self, strategy: Strategy, hardware: Hardware) -> Estimate:
         """Compose the estimate of a strategy with this profile's model-parallel axes."""
         stage, ranks = strategy.zero_stage, strategy.fsdp
@@ -90,6 +101,8 @@ class Profile:
         kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
         seconds = dict(self.cost.seconds)
         seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
+        for phase, size in _reordered_bytes(weights, strategy).items():
+            seconds[phase] += _stream_seconds(size, hardware)
         transient -= round(sum(weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
         return _estimate(
             seconds=seconds,
@@ -137,6 +150,22 @@ def _estimate(
                 exposed[axis] = exposed.get(axis, 0.0) + (total - behind) * time / total
     compute = sum(seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) + slowed
     return Estimate(compute_seconds=compute, update_seconds=update, exposed_seconds=exposed, hidden_seconds=hidden, **sizes)
+
+
+def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phase, int]:
+    """Read and written by copies around gathers and scatters of what is split along another dim than the first: ranks' blocks are interleaved there."""
+    found: dict[Phase, int] = dict.fromkeys(Phase, 0)
+    for weight in weights if strategy.zero_stage else ():
+        split = state_split(weight.shape, strategy.fsdp)
+        if split is None or split.dim == 0:
+            continue
+        if strategy.zero_stage == 3:
+            found[Phase.FORWARD] += 2 * weight.travels_bytes
+            found[Phase.BACKWARD] += 2 * weight.travels_bytes * (weight.gathers > 1)
+        if weight.trained:
+            gradient = weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes
+            found[Phase.BACKWARD] += 2 * gradient + (weight.travels_bytes + gradient) * weight.gradient_is_strided
+    return found
 
 
 def _gathers(phase: Phase, sizes: Sequence[int], bucket: int) -> Moved:

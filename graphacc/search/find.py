@@ -5,14 +5,17 @@
     3  estimates        each candidate by arithmetic (`estimate.py`), in order of time; those that do not fit also with rematerialisation
     4  finalists        the real passes on the whole graph; the first ones that fit into the memory
 
-The order of candidates is optimal within the model of costs, as all of them are estimated; what the model errs is said with the plan.
+Profiles take nearly all of the time, so they are made in order of a lower bound, from small sizes of the model axes to large ones, until the
+bounds of all others are above a strategy that fits: what a profile computes and exchanges over its model axes (`Profile.floor`) bounds those
+in which one of these axes is larger. That larger model axes save neither work nor exchanges of a rank is a property of the model of costs,
+which tests hold against estimates of every candidate; within it the order is optimal. What the model errs is said with the plan.
 """
 
 import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
@@ -43,6 +46,8 @@ MARGIN = 0.08
 _SHOWN = 5
 _MODEL_PARALLEL = (TP, "sequence_parallel", CP, "context", EP)
 _PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor")  # fields that decide a profile, besides the local batch
+
+Ranking = list[tuple[Strategy, Estimate]]
 
 
 class Search:
@@ -88,17 +93,7 @@ class Search:
         Raises:
             StrategyError: the passes refuse the strategy.
         """
-        key = (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), strategy.dp * strategy.fsdp)
-        if key not in self._profiles:
-            start = time.perf_counter()
-            try:
-                self._profiles[key] = self._profile(strategy)
-            except (StrategyError, GraphError) as error:
-                self._profiles[key] = str(error).partition("\n")[0]
-            self._spent("profiles", start)
-        profile = self._profiles[key]
-        if isinstance(profile, str):
-            raise StrategyError(profile)
+        profile = self._profile_of(strategy)
         found = profile.estimate(strategy, self.hardware)
         return self._with_gradients(found, strategy)
 
@@ -138,11 +133,17 @@ class Search:
         Raises:
             StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
         """
-        refusals = Refusals()
-        ranked = self._ranked(request, refusals)
+        limit = 0.0
+        while True:
+            refusals = Refusals()
+            ranked, limit, num_slower = self._ranked(request, refusals, limit)
+            finalists = self._finalists(ranked)
+            taken = min((estimate.seconds for _, estimate in finalists), default=math.inf)
+            if not num_slower or taken <= limit:
+                break
+            limit = taken  # the real passes do not confirm the estimate that others were left out for
         if not ranked:
             raise StrategyError(self._no_candidate(request, refusals))
-        finalists = self._finalists(ranked)
         if not finalists:
             raise StrategyError(self._infeasible(request, ranked))
         strategy, estimate = min(finalists, key=lambda item: item[1].seconds)
@@ -153,6 +154,7 @@ class Search:
             request=request.text,
             rivals=self._rivals(strategy, estimate, ranked),
             num_evaluated=len(ranked),
+            num_slower=num_slower,
             num_over_memory=sum(not self.fits(found) for _, found in ranked),
             refusals=dict(refusals.counts),
             pin_costs=self._pin_costs(request, ranked) if with_pin_costs else {},
@@ -175,23 +177,49 @@ class Search:
             notes=self._notes(strategy),
         )
 
-    def _ranked(self, request: Request, refusals: Refusals) -> list[tuple[Strategy, Estimate]]:
-        """All candidates with their estimates, the fastest first; equal ones by memory, number of axes and text, so that plans do not flip."""
-        found = []
+    def _ranked(self, request: Request, refusals: Refusals, limit: float = 0.0) -> tuple[Ranking, float, int]:
+        """Candidates with their estimates, the fastest first; equal ones by memory, number of axes and text, so that plans do not flip.
+
+        Returns:
+            Them; seconds, at least `limit`, above which bounds left others out; and how many others there are.
+        """
+        groups: dict[tuple, list[Strategy]] = {}  # strategies that share a profile
         for strategy in candidates(request, self.limits(), refusals):
+            groups.setdefault(self._profile_key(strategy), []).append(strategy)
+        order = sorted(groups, key=lambda key: math.prod(_sizes(groups[key][0])))
+        found: Ranking = []
+        floors: list[tuple[Strategy, float]] = []  # one strategy of each profile
+        best = math.inf
+        while order:
+            bounds = [max((floor for smaller, floor in floors if _is_within(smaller, groups[key][0])), default=0.0) for key in order]
+            at = min(range(len(order)), key=bounds.__getitem__)
+            if bounds[at] > max(limit, best * (1 + AGREES)):
+                break
+            members = groups.pop(order.pop(at))
+            ranked = self._estimated(members, refusals)
+            if ranked:
+                floors.append((members[0], self._profile_of(members[0]).floor(members[0], self.hardware)))
+            if "remat" not in request.pins:
+                ranked += self._rematerialised(ranked, best)
+            found += ranked
+            best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
+        return sorted(found, key=_order), max(limit, best * (1 + AGREES)), sum(map(len, groups.values()))
+
+    def _estimated(self, strategies: Iterable[Strategy], refusals: Refusals) -> Ranking:
+        found = []
+        for strategy in strategies:
             try:
                 found.append((strategy, self.estimate(strategy)))
             except StrategyError as error:
                 refusals.add(str(error))
-        found.sort(key=_order)
-        return found if "remat" in request.pins else sorted([*found, *self._rematerialised(found)], key=_order)
+        return sorted(found, key=_order)
 
-    def _rematerialised(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
+    def _rematerialised(self, ranked: Ranking, best: float) -> Ranking:
         """Candidates over the memory with the least rematerialisation that lets them fit, or the most there is.
 
-        Recomputation only adds time, so what is slower already than a strategy that fits is left as it is.
+        Recomputation only adds time, so what is slower already than a strategy that fits, in `best` seconds, is left as it is.
         """
-        best = min((estimate.seconds for _, estimate in ranked if self.fits(estimate)), default=math.inf)
+        best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
         found = []
         for strategy, estimate in ranked:
             if estimate.seconds >= best:
@@ -211,12 +239,12 @@ class Search:
                     break
         return found
 
-    def _finalists(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> list[tuple[Strategy, Estimate]]:
+    def _finalists(self, ranked: Ranking) -> Ranking:
         """The first ones that fit by the real passes, until one takes the time that was estimated; at most `FINALISTS`.
 
         What is estimated a quarter above the memory is left out.
         """
-        found: list[tuple[Strategy, Estimate]] = []
+        found: Ranking = []
         left = [item for item in ranked if self.needed(item[1]) <= 1.25 * self.memory_bytes]
         while left and len(found) < FINALISTS:
             ties = [item for item in left if item[1].seconds <= left[0][1].seconds * (1 + TIE)]
@@ -242,7 +270,7 @@ class Search:
 
     # ---- explanation
 
-    def _rivals(self, strategy: Strategy, chosen: Estimate, ranked: Sequence[tuple[Strategy, Estimate]]) -> tuple[Rival, ...]:
+    def _rivals(self, strategy: Strategy, chosen: Estimate, ranked: Ranking) -> tuple[Rival, ...]:
         """The best of each other kind of mesh, with what it lost by."""
         found, kinds = [], {_kind(strategy)}
         for other, estimate in ranked:
@@ -265,17 +293,17 @@ class Search:
             return f"{100 * total:+.1f} %: more memory for no less time"
         return f"{100 * total:+.1f} %, most of it {name}, {1e3 * difference[name]:+.3g} ms"
 
-    def _pin_costs(self, request: Request, ranked: Sequence[tuple[Strategy, Estimate]]) -> dict[str, float]:
+    def _pin_costs(self, request: Request, ranked: Ranking) -> dict[str, float]:
         """Relative time that each pin costs, by estimates alone."""
         best = self._best_that_fits(ranked)
         found = {}
         for name in (name for name in request.pins if name in CHOSEN):
-            free = self._best_that_fits(self._ranked(request.without(name), Refusals()))
+            free = self._best_that_fits(self._ranked(request.without(name), Refusals())[0])
             if best is not None and free is not None:
                 found[f"{name}={field_text(request.pins[name])}"] = best / free - 1
         return found
 
-    def _best_that_fits(self, ranked: Sequence[tuple[Strategy, Estimate]]) -> float | None:
+    def _best_that_fits(self, ranked: Ranking) -> float | None:
         return next((estimate.seconds for strategy, estimate in ranked if self.fits(self._known(strategy, estimate))), None)
 
     def _known(self, strategy: Strategy, estimate: Estimate) -> Estimate:
@@ -287,12 +315,12 @@ class Search:
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in sorted(refusals.counts.items(), key=lambda item: -item[1]))
         return f"{request.text} on {request.devices} devices: no strategy agrees with the pins and the step:{reasons or ' the sizes do not multiply to the number of devices'}"
 
-    def _infeasible(self, request: Request, ranked: Sequence[tuple[Strategy, Estimate]]) -> str:
+    def _infeasible(self, request: Request, ranked: Ranking) -> str:
         """A minimal set of pins that conflicts with the memory, and the least change of each, and of the memory, that would do."""
         conflict = [name for name in request.pins if name in CHOSEN]
         for name in list(conflict):
             relaxed = dataclasses.replace(request, pins={key: value for key, value in request.pins.items() if key not in CHOSEN or (key in conflict and key != name)})
-            if self._best_that_fits(self._ranked(relaxed, Refusals())) is None:
+            if self._best_that_fits(self._ranked(relaxed, Refusals())[0]) is None:
                 conflict.remove(name)
         needs = [(self.needed(self._known(strategy, estimate)), strategy) for strategy, estimate in ranked if not isinstance(self._exact.get(strategy), str)]
         least, smallest = min(needs, key=lambda item: (item[0], str(item[1])))
@@ -302,7 +330,7 @@ class Search:
             f"  {size_text(least)} per device ({smallest})",
         ]
         for name in conflict:
-            freed = [s for s, e in self._ranked(request.without(name), Refusals()) if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
+            freed = [s for s, e in self._ranked(request.without(name), Refusals())[0] if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
             if freed:
                 lines.append(f"  {name}={field_text(getattr(freed[0], name))} in the place of {name}={field_text(request.pins[name])} ({freed[0]})")
         if not conflict:
@@ -315,6 +343,25 @@ class Search:
         return tuple(text for text, holds in (unknown, on_host) if holds)
 
     # ---- programs of one device
+
+    def _profile_key(self, strategy: Strategy) -> tuple:
+        return (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), strategy.dp * strategy.fsdp)
+
+    def _profile_of(self, strategy: Strategy) -> Profile:
+        key = self._profile_key(strategy)
+        if key not in self._profiles:
+            start = time.perf_counter()
+            try:
+                self._profiles[key] = self._profile(strategy)
+            except (StrategyError, GraphError) as error:
+                self._profiles[key] = str(error).partition("\n")[0]
+            except RuntimeError as error:  # a defect of a pass; the plan lists it, and the others can still be chosen
+                self._profiles[key] = f"a pass failed: {str(error).partition(chr(10))[0]}"
+            self._spent("profiles", start)
+        profile = self._profiles[key]
+        if isinstance(profile, str):
+            raise StrategyError(profile)
+        return profile
 
     def _profile(self, strategy: Strategy) -> Profile:
         plain = Strategy(
@@ -427,6 +474,16 @@ def _profiled_remat(strategy: Strategy) -> str | tuple[tuple[str, str], ...]:
 def _order(item: tuple[Strategy, Estimate]) -> tuple:
     strategy, estimate = item
     return estimate.seconds, estimate.bytes_per_device, len(strategy.mesh), str(strategy)
+
+
+def _sizes(strategy: Strategy) -> tuple[int, ...]:
+    return strategy.tp, strategy.cp, strategy.ep
+
+
+def _is_within(smaller: Strategy, larger: Strategy) -> bool:
+    """Whether the profile of one strategy bounds the other's: its model axes are divisors of the other's, and used alike."""
+    divide = all(large % small == 0 for small, large in zip(_sizes(smaller), _sizes(larger), strict=True))
+    return divide and (smaller.tp == 1 or smaller.sequence_parallel == larger.sequence_parallel) and (smaller.cp == 1 or smaller.context == larger.context)
 
 
 def _kind(strategy: Strategy) -> tuple:

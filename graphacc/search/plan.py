@@ -37,7 +37,8 @@ class Plan:
     request: str  # what was searched: "auto" and the pins
     rivals: tuple[Rival, ...] = ()
     num_evaluated: int = 1  # strategies
-    num_over_memory: int = 0  # of them: need more memory than there is
+    num_slower: int = 0  # strategies that are left out: smaller sizes of their model axes already take longer than the chosen one
+    num_over_memory: int = 0  # of those evaluated: need more memory than there is
     refusals: Mapping[str, int] = dataclasses.field(default_factory=dict)  # reason -> strategies that cannot be
     pin_costs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # pin -> relative time that it costs
     tokens: int | None = None  # rows of the batch times their length, as far as it has one
@@ -59,7 +60,7 @@ class Plan:
         """The choice and the reason, in one line."""
         others = next((f"; next: {rival.strategy or 'one device'}, {rival.reason}" for rival in self.rivals), "")
         sizes = f"{self.estimate.seconds * _MS:.3g} ms a step and {size_text(self.estimate.bytes_per_device)} per device predicted"
-        return f"strategy {self.strategy or 'one device'}: {sizes}, the best of {self.num_evaluated}{others}"
+        return f"strategy {self.strategy or 'one device'}: {sizes}, the best of {self.num_evaluated + self.num_slower}{others}"
 
     def __str__(self) -> str:
         estimate = self.estimate
@@ -72,7 +73,8 @@ class Plan:
             f"temporaries {size_text(estimate.temporary_bytes)}; at most {size_text(self.hardware.usable_bytes)}"
             + (f"; on the host, for each device: {size_text(estimate.host_bytes)} of exact parameters and optimizer state" if estimate.host_bytes else ""),
             f"evaluated {self.num_evaluated} strategies, {self.num_over_memory} of them over the memory; "
-            f"{sum(self.refusals.values())} cannot be" + "".join(f"\n    {count} x {reason}" for reason, count in sorted(self.refusals.items(), key=lambda item: -item[1])),
+            + (f"{self.num_slower} more are slower, as their model axes are already with smaller sizes; " if self.num_slower else "")
+            + f"{sum(self.refusals.values())} cannot be" + "".join(f"\n    {count} x {reason}" for reason, count in sorted(self.refusals.items(), key=lambda item: -item[1])),
             f"optimal within the model of costs, whose seconds are expected within ±{100 * self.hardware.error:.0f} % ({self.hardware.error_source}; constants: {self.hardware.source})",
         ]
         lines += [f"the pin {pin} costs {100 * cost:+.1f} %" for pin, cost in self.pin_costs.items()]

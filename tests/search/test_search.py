@@ -3,10 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import math
+import types
 
 import pytest
 import torch
 from gpt2_steps import gpt2
+from torch import nn
 from zoo_steps import build, shared_case
 
 from graphacc.costs.hardware import Hardware
@@ -92,7 +95,72 @@ def test_the_choice_is_the_fastest_that_fits():
     chosen = plan("gpt2")
     everything = [search("gpt2").estimate(strategy) for strategy in strategies_of(search("gpt2"), Request.parse("auto", 8))]
     assert chosen.estimate.seconds <= 1.1 * min(estimate.seconds for estimate in everything)
-    assert chosen.num_evaluated == len(everything) and chosen.num_over_memory == 0
+    refusals = Refusals()
+    enumerated = len(list(candidates(Request.parse("auto", 8), search("gpt2").limits(), refusals))) + refusals.total
+    assert chosen.num_evaluated + chosen.num_slower + sum(chosen.refusals.values()) == enumerated and chosen.num_over_memory == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [("gpt2", "cpu:8"), ("llama", "8xH100")] + [pytest.param(name, hardware, marks=pytest.mark.matrix) for name in ("gpt2", "llama", "qwen3_moe", "t5", "bert", "vit") for hardware in ("cpu:8", "2x4xH100")],
+)
+def test_what_is_left_out_is_slower(name, hardware):
+    """Bounds against estimates of every candidate, with all the memory and where few strategies fit."""
+    case, _, _ = shared_case(name)
+    every = search(name) if hardware == "cpu:8" else Search(case.joint, case.update, Hardware.parse(hardware))
+    request = Request.parse("auto,remat=none", 8)
+    everything, _, none = every._ranked(request, Refusals(), math.inf)
+    assert none == 0
+    needs = sorted(every.needed(estimate) for _, estimate in everything)
+    for memory in (needs[-1], needs[len(needs) // 2], needs[2]):
+        bounded = search_with(every, memory)
+        found, limit, num_slower = bounded._ranked(request, Refusals())
+        left_out = [estimate.seconds for strategy, estimate in everything if strategy not in dict(found)]
+        assert dict(found).items() <= dict(everything).items() and len(left_out) == len(everything) - len(found) <= num_slower
+        assert all(seconds > limit for seconds in left_out) and limit < math.inf
+
+
+def test_bounds_spare_most_profiles():
+    bounded, request = Search(large().joint, large().update, CPU), Request.parse("auto", 8)
+    bounded._ranked(request, Refusals())
+    everything = {bounded._profile_key(strategy) for strategy in candidates(request, bounded.limits(), Refusals())}
+    assert len(bounded._profiles) <= len(everything) / 2 and len(everything) == 22
+
+
+def test_estimates_that_the_real_passes_do_not_confirm():
+    """What was left out because of them is estimated after all."""
+
+    class Surprised(Search):
+        surprising: frozenset[Strategy] = frozenset()
+
+        def evaluate(self, strategy):
+            found = super().evaluate(strategy)
+            return dataclasses.replace(found, compute_seconds=found.compute_seconds * (100 if strategy in self.surprising else 1))
+
+    case, _, _ = shared_case("gpt2")
+    surprised, request = Surprised(case.joint, case.update, CPU), Request.parse("auto", 8)
+    surprised._profiles = search("gpt2")._profiles
+    ranked, _, num_slower = surprised._ranked(request, Refusals())
+    surprised.surprising = frozenset(dict(ranked))
+    assert num_slower > 0 and surprised.run(request).num_slower == 0
+
+
+def test_weights_that_are_split_along_another_dim_are_copied():
+    """Three matrices in one parameter, as of experts: eight ranks do not divide the first dim, and their blocks of another one are interleaved when gathered."""
+
+    class Bank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 256, 512))
+
+        def forward(self, x):
+            return types.SimpleNamespace(loss=(x @ self.weight.transpose(1, 2)).square().mean())
+
+    case = build(Bank(), {"x": torch.randn(3, 64, 512)})
+    found = Search(case.joint, case.update, CPU, batch_dims={"x": 1})
+    for strategy in (Strategy(fsdp=8), Strategy(fsdp=8, zero=1), Strategy(dp=2, fsdp=4)):
+        composed, exact = found.estimate(strategy), found.evaluate(strategy)
+        assert composed.compute_seconds == pytest.approx(exact.compute_seconds, rel=0.02), strategy
 
 
 def test_memory_is_a_hard_bound():
