@@ -65,7 +65,8 @@ def compile(
             holds more than its shards and one module (see `graphacc.loop.deferred`).
         strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"); "auto" searches the fastest one that
             fits into the devices' memory, "auto,tp=2" with what is pinned (`graphacc.plan` says more, and needs no devices); a plan, or
-            the path of one that ends in ".json", is replayed. Default: ``fsdp`` over all devices.
+            the path of one that ends in ".json", is replayed. Default: as "auto", and ``fsdp`` over all devices, which is said, where
+            nothing can be searched or nothing is predicted to fit.
         devices: number of devices; on CPU they are virtual and made on demand. Default: what the strategy needs, else all.
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
         capture: "fx" captures operators in a torch.fx graph; "lazy" records HLO with PyTorch/XLA's lazy tensors (needs torch_xla 2.9),
@@ -134,7 +135,7 @@ def compile(
         return run_on_torch_xla(model, alone, seed=seed)
     if not any(True for _ in model.parameters()):
         log.warning("graphacc: %s has no parameters, so there is nothing to train in it: compile the module that holds the layers", type(model).__name__)
-    chosen, request = _choose_strategy(model, strategy, devices, precision)
+    chosen, choice = _choose_strategy(model, strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
             f'batch="local" with microbatches={chosen.microbatches}: the rows of a microbatch would come from every process; '
@@ -153,7 +154,7 @@ def compile(
         seed=seed,
     )
     options = Options(seed=seed, follows_torch=follows_torch, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
-    engine = Engine(model, programs, options, None if request is None else Choice(request))
+    engine = Engine(model, programs, options, choice)
     engine.verifier.request(verify)
     attach(model, engine)
     install_hooks()
@@ -265,8 +266,8 @@ def _pins(model: nn.Module, annotations: Annotations, strategy: Strategy) -> dic
 
 def _choose_strategy(
     model: nn.Module, strategy: Strategy | Plan | str | None, devices: int | None, precision: str | None
-) -> tuple[Strategy, Request | None]:
-    """The strategy, and what is searched; programs without gradients run under the strategy until it is found."""
+) -> tuple[Strategy, Choice | None]:
+    """The strategy, and the search for another one; programs without gradients run under the strategy until it is found."""
     if isinstance(strategy, str) and strategy.endswith(".json"):
         strategy = Plan.load(strategy)
     if isinstance(strategy, Plan):
@@ -274,16 +275,14 @@ def _choose_strategy(
         parameters = {name: describe_parameter(p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
         strategy.check(parameters, count, Hardware.present(count).chip.name)
         strategy = strategy.strategy
-    if isinstance(strategy, str) and _is_auto(strategy):
+    if strategy is None or (isinstance(strategy, str) and _is_auto(strategy)):
         count = available_devices() if devices is None else devices
-        request = Request.parse(strategy, count)
+        request = Request.parse("auto" if strategy is None else strategy, count)
         if precision is not None:
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
-        return first_strategy(request), request if count > 1 else None
+        return first_strategy(request), Choice(request, is_asked=strategy is not None) if count > 1 else None
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
-    if strategy is None:
-        strategy = Strategy(fsdp=available_devices() if devices is None else devices)
     if precision is not None:
         strategy = strategy.replace(precision=precision)
     return _with_nodes(strategy), None

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m graphacc.examples.train_gpt", description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=None, help="number of devices (default: 8 virtual ones on CPU, all on others)")
-    parser.add_argument("--strategy", default=None, metavar="TEXT", help="such as fsdp=8, dp=2,fsdp=4,zero=2, auto or auto,tp=2 (default: fsdp over all devices)")
+    parser.add_argument("--strategy", default=None, metavar="TEXT", help="such as fsdp=8, dp=2,fsdp=4,zero=2 or auto,tp=2 (default: auto, which searches)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default=None)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all devices")
@@ -83,7 +83,8 @@ def train(args: argparse.Namespace) -> None:
         progress.losses = extra["losses"]
         scheduler.load_state_dict(extra["scheduler"])
     if first:
-        chosen = f"{args.strategy}, searched at the first step," if (args.strategy or "").startswith("auto") else model.strategy
+        searched = model.strategy.num_devices > 1 and (args.strategy is None or args.strategy.startswith("auto"))
+        chosen = f"{args.strategy or 'auto'}, searched at the first step," if searched else model.strategy.plain
         print(f"strategy: {chosen} on {model.strategy.num_devices} devices, {count_parameters(model):,} parameters", flush=True)
     start = len(progress.losses)
     bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if first else True)

@@ -19,6 +19,7 @@ log = logging.getLogger("graphacc")
 
 
 _REFUSED = "refused: "
+_IN_PARTS = "parts of the loop run as programs of their own, or by PyTorch"
 
 
 class Choice:
@@ -26,10 +27,13 @@ class Choice:
 
     Until then programs without gradients (an evaluation before training) run under a strategy that every model can have; their state
     comes back to the host when the choice is another one.
+
+    Args:
+        is_asked: the user asked for it. Otherwise it is the default, and that strategy stays where no other one can be found.
     """
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, *, is_asked: bool = True):
+        self.request, self.is_asked = request, is_asked
         self.plan: Plan | None = None
         self.why_not = ""  # nothing is searched
         self._is_open = True
@@ -37,15 +41,15 @@ class Choice:
     def _search(self, programs: "Programs", joint: StepGraph, update: StepGraph | None) -> str:
         """The plan, or why there is none, as text for the other processes."""
         batch = {item.target for item in joint.inputs if item.kind is Kind.BATCH}
-        search = Search(
-            joint,
-            update,
-            Hardware.present(programs.num_devices),
-            batch_dims={name: dim for name, dim in programs.batch_dims.items() if name in batch},
-            annotations=programs.annotations,
-            accumulates=update is None,
-        )
         try:
+            search = Search(
+                joint,
+                update,
+                Hardware.present(programs.num_devices),
+                batch_dims={name: dim for name, dim in programs.batch_dims.items() if name in batch},
+                annotations=programs.annotations,
+                accumulates=update is None,
+            )
             self.plan = search.run(self.request, with_pin_costs=False)
         except StrategyError as error:
             return f"{_REFUSED}{error}"
@@ -68,19 +72,22 @@ class Choice:
         with progress.activity("capture"):
             graph = joint()
             step = None if update is None else update()
+        why_not = ""
         if not isinstance(graph, StepGraph):
-            self.why_not = "the model was captured by lazy tensors, which give no operators to estimate"
+            why_not = "the model was captured by lazy tensors, which give no operators to estimate"
         elif any(compiled.kind != "forward" for compiled in programs.compiled):
-            self.why_not = "parts of the loop ran as programs of their own before"
-        if self.why_not:
-            self._is_open = False
-            log.warning("graphacc: no strategy was searched, %s runs: %s", programs.strategy, self.why_not)
-            return
+            why_not = _IN_PARTS
+        elif not self.is_asked and any(handle.frees_host and programs.holds(handle.kind, handle.name) for handle in engine.handles.values()):
+            why_not = 'values of a model that was made on the meta device are on the devices already (strategy="auto" moves them)'
+        if why_not:
+            return self._keep(programs, why_not)
         assert isinstance(graph, StepGraph)
         with progress.activity("search"):
             found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
         if found.startswith(_REFUSED):
-            raise StrategyError(found.removeprefix(_REFUSED))
+            if self.is_asked:
+                raise StrategyError(found.removeprefix(_REFUSED))
+            return self._keep(programs, found.removeprefix(_REFUSED))
         self._is_open = False
         self.plan = self.plan or Plan.from_json(found)
         log.warning("graphacc: %s", self.plan.line)
@@ -88,3 +95,13 @@ class Choice:
             engine.bring_home()
             programs.adopt(self.plan.strategy)
             engine.fallback.strategy = self.plan.strategy
+
+    def leave(self, programs: "Programs") -> None:
+        """An update is about to run whose gradients no program has given: there is no step to search for."""
+        if self._is_open:
+            self._keep(programs, _IN_PARTS)
+
+    def _keep(self, programs: "Programs", why_not: str) -> None:
+        """Go on with the strategy that there is."""
+        self._is_open, self.why_not = False, why_not
+        log.warning("graphacc: no strategy was searched, %s runs: %s", programs.strategy, why_not)

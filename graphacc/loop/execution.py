@@ -125,6 +125,8 @@ class Execution:
         """The update alone, from gradients on the devices (and from the host, where the loop wrote them)."""
         if tape is not None and not tape.has_run:
             self.run_grad(tape)
+        if self.engine.choice is not None:
+            self.engine.choice.leave(self.engine.programs)
         if tape is not None and any(name in tape.grad_values and name not in tape.grad_bindings for name in names):
             self.engine.gradients.force(tape)  # code on gradients reads one that the loop has meanwhile replaced
             tape = None

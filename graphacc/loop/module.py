@@ -68,9 +68,9 @@ class CompiledModule(nn.Module):
 
     @property
     def strategy(self) -> StrategyInForce:
-        """The strategy in force; printed, it shows for every parameter how it is split and who decided that."""
-        programs = self._graphacc_engine.programs
-        return StrategyInForce.of(programs.strategy, programs.decisions())
+        """The strategy in force; printed, it shows for every parameter how it is split and who decided that, and the plan, if it was searched."""
+        programs, plan = self._graphacc_engine.programs, self.plan
+        return StrategyInForce.of(programs.strategy, programs.decisions(), "" if plan is None else str(plan))
 
     @property
     def plan(self) -> Plan | None:

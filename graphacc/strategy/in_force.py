@@ -21,10 +21,11 @@ class StrategyInForce(Strategy):
     """A strategy with what it means for every parameter; equal to the plain strategy."""
 
     tensors: tuple[TensorDecision, ...] = dataclasses.field(default=(), repr=False)
+    reason: str = dataclasses.field(default="", repr=False)  # why it was chosen, where it was searched
 
     @classmethod
-    def of(cls, strategy: Strategy, tensors: tuple[TensorDecision, ...]) -> "StrategyInForce":
-        return cls(**{field.name: getattr(strategy, field.name) for field in dataclasses.fields(Strategy)}, tensors=tensors)
+    def of(cls, strategy: Strategy, tensors: tuple[TensorDecision, ...], reason: str = "") -> "StrategyInForce":
+        return cls(**{field.name: getattr(strategy, field.name) for field in dataclasses.fields(Strategy)}, tensors=tensors, reason=reason)
 
     @property
     def plain(self) -> Strategy:
@@ -44,12 +45,13 @@ class StrategyInForce(Strategy):
         return hash(self.plain)
 
     def __str__(self) -> str:
-        """The strategy's own text, and below it one line per parameter."""
+        """The strategy's own text, below it one line per parameter, and why it was chosen."""
         header = ("parameter", "shape", "split over", "decided by", "why")
         rows = [(t.name, str(list(t.shape)), t.spec, t.decided_by, t.reason) for t in self.tensors]
         first = [str(self.plain), *self.plain.changes_numerics]
+        last = ["searched:", *(f"  {line}" for line in self.reason.splitlines())] if self.reason else []
         if not rows:
-            return "\n".join(first)
+            return "\n".join([*first, *last])
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
-        return "\n".join([*first, *lines])
+        return "\n".join([*first, *lines, *last])

@@ -20,17 +20,19 @@ def trained(model: nn.Module, name: str, strategy, **options):
         return model, training.train(model, training.batches_of(name))
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("llama", "auto,tp=2"), ("qwen3_moe", "auto,ep=2,dp=1"), ("resnet", "auto")])
+@pytest.mark.parametrize(("name", "strategy"), [("gpt2", None), ("llama", "auto,tp=2"), ("qwen3_moe", "auto,ep=2,dp=1"), ("resnet", "auto")])
 def test_the_choice_trains_as_pytorch_does(name, strategy, caplog):
     model, reference, expected = training.plainly_trained(name)
     model, losses = trained(model, name, strategy)
     training.assert_parity(reference, model, expected, losses)
     plan = model.plan
     assert plan.strategy == model.strategy and plan.strategy.num_devices == 8
-    for pin in strategy.split(",")[1:]:
+    for pin in (strategy or "auto").split(",")[1:]:
         field, value = pin.split("=")
         assert getattr(plan.strategy, field) == int(value)
     assert caplog.text.count(plan.line) == 1 and plan.line in model.explain()
+    whole = str(model.strategy)
+    assert whole.startswith(f"{plan.strategy}\n") and all(line in whole for line in str(plan).splitlines())
     assert len(model.programs) == 1, "nothing was compiled before the choice"
 
 
@@ -90,12 +92,17 @@ def test_one_device_has_nothing_to_search():
     assert model.plan is None and model.strategy == Strategy()
 
 
-def test_what_does_not_fit_is_said_before_anything_is_compiled(monkeypatch):
+@pytest.fixture
+def without_memory(monkeypatch):
+    """Devices that nothing fits on."""
     from graphacc.costs.hardware import Hardware
 
     small = Hardware.parse("cpu:8")
     small = small.replace(chip=small.chip.__class__(**{**vars(small.chip), "memory_bytes": 20_000}))
     monkeypatch.setattr(Hardware, "present", classmethod(lambda cls, devices=None: small))
+
+
+def test_what_does_not_fit_is_said_before_anything_is_compiled(without_memory):
     model, batch = zoo.MODELS["gpt2"]()[0], zoo.batch("gpt2", 0, 8)
     model = graphacc.compile(model, strategy="auto", devices=8, cache_dir=None)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,6 +111,56 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(monkeypatch):
         with pytest.raises(StrategyError, match="no strategy of 8 devices fits into .*It would fit with"):
             optimizer.step()
     assert not model.programs and model.plan is None
+
+
+# ---- without a strategy: fsdp over all devices, where the search cannot speak
+
+
+def kept(model: nn.Module, caplog, reason: str) -> None:
+    assert model.strategy == Strategy(fsdp=8) and model.plan is None
+    said = [record.getMessage() for record in caplog.records if "no strategy was searched" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("graphacc: no strategy was searched, fsdp=8 runs: ") and reason in said[0]
+
+
+def test_the_default_of_what_does_not_fit(without_memory, caplog):
+    model, reference, expected = training.plainly_trained("gpt2")
+    model, losses = trained(model, "gpt2", None)
+    training.assert_parity(reference, model, expected, losses)
+    kept(model, caplog, "no strategy of 8 devices fits into")
+
+
+def test_the_default_of_regions(caplog):
+    """A generator whose gradient comes through another model is a function of PyTorch's autograd."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 16), nn.Linear(16, 1)
+    found = []
+    for make in (copy.deepcopy, lambda model: graphacc.compile(copy.deepcopy(model), devices=8, cache_dir=None, fast_compile=True)):
+        generator, judge = map(make, plain)
+        optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = judge(generator(torch.randn(16, 8, generator=torch.Generator().manual_seed(step)))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((loss.item(), generator))
+    training.assert_parity(found[0][1], found[1][1], [found[0][0]], [found[1][0]], by_pytorch=True)
+    kept(found[1][1], caplog, "parts of the loop run as programs of their own")
+
+
+def test_the_default_of_values_that_only_the_devices_have(caplog, tmp_path):
+    """Loaded from a checkpoint into a model of the meta device."""
+
+    def build():
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    reference = build()
+    graphacc.save_checkpoint(tmp_path, training.compiled(copy.deepcopy(reference), None))
+    with torch.device("meta"):
+        model = build()
+    model = graphacc.compile(model, devices=8, cache_dir=None, fast_compile=True)
+    graphacc.load_checkpoint(tmp_path, model)
+    training.check_both(reference, model, lambda one, step: one(torch.randn(16, 16, generator=torch.Generator().manual_seed(step))).square().mean(), steps=3)
+    kept(model, caplog, "made on the meta device")
 
 
 def test_on_the_meta_device_and_for_hardware_that_is_not_here():

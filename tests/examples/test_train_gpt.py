@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from graphacc.strategy import Strategy
+
 SMALL = "--steps 8 --batch 8 --length 32 --layers 2 --hidden 32 --heads 4 --save-every 2".split()
 
 
@@ -38,8 +40,8 @@ def eight(tmp_path_factory):
 
 def test_eight_devices_by_itself(eight):
     text, result = eight
-    assert "strategy: fsdp=8 on 8 devices" in text and text.strip().splitlines()[-1].startswith("loss: 5.")
-    assert result["devices"] == 8 and result["strategy"] == "fsdp=8"
+    assert "strategy: auto, searched at the first step, on 8 devices" in text and text.strip().splitlines()[-1].startswith("loss: 5.")
+    assert result["devices"] == 8 and f"\nstrategy {result['strategy']}: " in text and Strategy.parse(result["strategy"]).num_devices == 8
     assert len(result["losses"]) == len(result["step_seconds"]) == 8 and result["losses"][-1] < result["losses"][0]
     assert result["tokens_per_second"] > 0 and result["memory"]["measured_bytes"] > result["memory"]["argument_bytes"] > 0
     assert 0.4 < result["memory"]["predicted_bytes"] / result["memory"]["measured_bytes"] < 2.5

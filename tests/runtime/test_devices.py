@@ -104,7 +104,7 @@ def build():
 
 cache = tempfile.mkdtemp()
 def make(devices):
-    model = build() if devices is None else graphacc.compile(build(), devices=devices or None, cache_dir=cache)
+    model = build() if devices is None else graphacc.compile(build(), strategy=f"fsdp={devices}" if devices else None, cache_dir=cache)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 def step(model, optimizer, tokens):
