@@ -241,3 +241,14 @@ def steps(model, optimizer, batches: list[dict]) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss)
     return [loss.item() for loss in losses]
+
+
+def test_without_a_strategy_nothing_is_searched(caplog):
+    """There are no operators to estimate; fsdp over all devices runs, and that is said."""
+    batches = batches_of("tied_mlp", 3)
+    reference, _ = zoo.MODELS["tied_mlp"]()
+    model = graphacc.compile(copy.deepcopy(reference), devices=8, cache_dir=None, fast_compile=True, **OPTIONS)
+    expected = train(reference, batches)
+    assert_parity(reference, model, expected, train(model, batches))
+    assert model.plan is None and model.strategy == graphacc.Strategy(fsdp=8)
+    assert caplog.text.count("no strategy was searched, fsdp=8 runs: the model was captured by lazy tensors") == 1
