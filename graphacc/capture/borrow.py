@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import own_parametrization_cache
 from graphacc.errors import CaptureError
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # transformers installs some at a first call
+_HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS, *_HOOK_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ def borrowed(model: nn.Module):
             raise CaptureError(
                 f"the submodule {path} is a {type(module).__name__}: TorchScript's code and tensors cannot be captured; use the module that it was made from"
             )
-    saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES}) for module in model.modules()]
+    saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES if table in vars(module)}) for module in model.modules()]
     try:
         with own_parametrization_cache():
             yield
