@@ -5,7 +5,8 @@ The model runs once on fake tensors, without autograd's backward and without a t
 a parameter of the layer, a value of the layer, something outside), and the nodes of autograd that lead from the results to the arguments. Layers are equal if
 their logs are. A *run* is a chain of equal layers in which each gets what the one before it gives, and nothing else reads what a layer makes.
 
-What is not understood makes a layer unequal to all others: an object as an argument, a custom autograd.Function, an attribute that the call changes.
+What is not understood makes a layer unequal to all others: an object as an argument (a cache of keys and values), a custom autograd.Function, an attribute that the
+call changes.
 """
 
 import collections
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphacc._compat.torch_ import patched
+from graphacc._compat.torch_ import patched, watched_by_autograd
 from graphacc.capture.borrow import Named
 
 NUM_TRACED = 4
@@ -124,6 +126,9 @@ class CallLog:
     def note_operator(self, function: object, args: tuple, kwargs: dict) -> None:
         """An operator is about to be called."""
         self._num_operators += 1
+        if watched_by_autograd() is not None:
+            for call in self._open:
+                call.is_pure = False  # what hooks on saved tensors do in backward is not logged
         schema = getattr(function, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
@@ -171,7 +176,7 @@ class CallLog:
         """Whether what the layers between the first and the last make is read by themselves alone, and by the next one what it gets; and nobody else has their parameters."""
         between = chain[1:-1]
         maker = {made: call for call in between for made in call.made}
-        following = dict(zip(chain, chain[1:]))
+        following = dict(itertools.pairwise(chain))
         given = {call: {id(leaf) for leaf in following[call].leaves if isinstance(leaf, Tensor)} for call in between}
         for inside, read in self._reads:
             for tensor in read:

@@ -174,7 +174,7 @@ class _Capture:
             step = self._trace(parameters, buffers, runs)
             for run in runs:
                 step = unrolled(step, run, names)
-        except Exception as error:  # noqa: BLE001 - what is wrong with the model itself the whole trace says again
+        except Exception as error:  # what is wrong with the model itself the whole trace says again
             log.info("graphacc: every layer of %s is traced: %s", type(self.model).__name__, str(error).partition("\n")[0])
             return None
         return step
@@ -196,7 +196,7 @@ class _Capture:
                 self._run([slot.fake() for slot in slots], self.parameters, self.buffers, {}, observed)
         except _Observed:
             return found
-        except Exception as error:  # noqa: BLE001 - the trace meets it, too, and says where
+        except Exception as error:  # the trace meets it, too, and says where
             log.debug("graphacc: equal layers are not looked for: %s", error)
         return []
 

@@ -47,7 +47,7 @@ def unrolled(step: StepGraph, run: Run, names: Mapping[Key, str]) -> StepGraph:
 class _Unrolling:
     def __init__(self, step: StepGraph, run: Run, names: Mapping[Key, str]):
         self.step, self.run, self.names = step, run, names
-        first, second, third, last = run.traced
+        _, second, third, _ = run.traced
         self._prefix = third + "."
         self.inputs = dict(zip(step.placeholders, step.inputs))
         self.owner = self._owners()
