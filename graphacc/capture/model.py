@@ -254,7 +254,7 @@ class _Capture:
     def _contexts(self) -> Iterator[None]:
         """What the model's code runs in; the model is as before behind it."""
         packed = any("position_ids" in path for path in self.batch.paths)
-        with borrowed(self.model), contextlib.ExitStack() as stack:
+        with borrowed(self.model, hooks=True), contextlib.ExitStack() as stack:
             stack.enter_context(compiling())
             stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=Checkpoints(self.model, marks=self.backend is FX)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
