@@ -16,6 +16,7 @@ import enum
 import functools
 import itertools
 import re
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -327,14 +328,14 @@ class _Call:
                 return self._described(node.variable)
             return None
 
-        waiting = [result.grad_fn for result in results]
+        waiting: list[typing.Any] = [result.grad_fn for result in results]
         starts = tuple(None if node is None else end_of(node) or node.name() for node in waiting)
         while waiting:
             node = waiting.pop()
             if end_of(node) is not None or node in numbers:
                 continue
             numbers[node] = len(numbers)
-            if isinstance(node, torch.autograd.function.BackwardCFunction) and not node.name().startswith(_GENERATED):
+            if not node.name().startswith(_GENERATED) and isinstance(node, torch.autograd.function.BackwardCFunction):
                 self.is_pure = False  # what its backward does is not logged
             nodes.append((node, [(following, place) for following, place in node.next_functions]))
             waiting += [following for following, _ in node.next_functions]

@@ -172,6 +172,7 @@ class _Capture:
         names = {(slot.kind, slot.target): name for slot, name in zip(slots, unique_names(slots))}
         try:
             step = self._trace(parameters, buffers, runs)
+            assert isinstance(step, StepGraph), "lazy tensors do not copy layers"
             for run in runs:
                 step = unrolled(step, run, names)
         except Exception as error:  # what is wrong with the model itself the whole trace says again

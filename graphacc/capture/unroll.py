@@ -10,6 +10,7 @@ the third). That says what each copy reads, and what the third and the last laye
 
 import dataclasses
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -58,7 +59,7 @@ class _Unrolling:
         self.num_streams = 0  # of one layer
         self.num_regions = 0
         self.missing_regions = 0  # numbers that the copied layers did not take in the trace
-        self.reads: list[list[tuple[str, object]]] = []  # of each node of the third layer, its operands: what kind, and which
+        self.reads: list[list[tuple[str, typing.Any]]] = []  # of each node of the third layer, its operands: what kind, and which
         self._compare()
         self._check_readers()
 
@@ -114,14 +115,14 @@ class _Unrolling:
 
     def _text(self, node: fx.Node, path: str) -> tuple:
         """What must be the same for two layers' nodes: all but operands, the numbers of random operators and of checkpoints."""
-        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: None)
+        arguments: typing.Any = fx.map_arg((node.args, node.kwargs), lambda operand: None)
         if node.target in _RANDOM:
             arguments = ([argument for i, argument in enumerate(arguments[0]) if i != _STREAM], arguments[1])
         mark = node.meta.get(CHECKPOINT)
         own = node.meta["module_path"].removeprefix(path)
         return node.target, repr(arguments), own, node.meta["phase"], node.meta["stack_trace"], mark and mark.saved, _forms(node.meta["val"])
 
-    def _kind_of(self, a: fx.Node, b: fx.Node) -> tuple[str, object]:
+    def _kind_of(self, a: fx.Node, b: fx.Node) -> tuple[str, typing.Any]:
         """What an operand of the third layer is, `b`, by what it is in the second, `a`."""
         second, third = self.run.traced[1:3]
         if b in self.index and a in self.twin_index and self.index[b] == self.twin_index[a]:
@@ -141,13 +142,13 @@ class _Unrolling:
         """Nobody but its neighbours reads values of a layer, and its results belong to its own parameters and buffers."""
         first, second, third, last = self.run.traced
         may_read = {second: {first, second, third}, third: {second, third, last}}
-        results = self._results()
+        results: dict[str | None, dict[tuple[Kind, str], fx.Node]] = {**self._results()}
         for node in (*self.twins, *self.nodes):
             for user in node.users:
                 if user.op == "output":
                     _require(node in results.get(self.owner[node], {}).values(), f"{node.name} of {self.owner[node]} is a result of the step")
                 else:
-                    _require(self.owner[user] in may_read[self.owner[node]], f"{user.name} of {self.owner[user]} reads {node.name} of {self.owner[node]}")
+                    _require(self.owner[user] in may_read[self.owner[node] or ""], f"{user.name} of {self.owner[user]} reads {node.name} of {self.owner[node]}")
         for path in (second, third):
             for node in self.own[path].values():
                 _require(all(self.owner[user] == path or user.op == "output" for user in node.users), f"a parameter of {path} is read elsewhere")
@@ -262,7 +263,7 @@ class _Unrolling:
             _renumber(copy, number * self.num_regions)
         self.copies[path, place] = copy
 
-    def _operand(self, read: tuple[str, object], number: int, old: fx.Node) -> fx.Node:
+    def _operand(self, read: tuple[str, typing.Any], number: int, old: fx.Node) -> fx.Node:
         """What copy `number` of the third layer reads (0: the third layer itself) where that was traced with `old`."""
         kind, what = read
         if kind == "parameter":
@@ -309,7 +310,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _stream(node: fx.Node) -> int:
-    return node.args[_STREAM]
+    return typing.cast("int", node.args[_STREAM])
 
 
 def _add_to_stream(node: fx.Node, number: int) -> None:
@@ -318,7 +319,8 @@ def _add_to_stream(node: fx.Node, number: int) -> None:
 
 def _region(node: fx.Node) -> int:
     found = _REGION.match(node.meta[CHECKPOINT].region)
-    _require(found is not None, f"{node.name} has the checkpoint {node.meta[CHECKPOINT].region!r}, which has no number")
+    if found is None:
+        raise Unequal(f"{node.name} has the checkpoint {node.meta[CHECKPOINT].region!r}, which has no number")
     return int(found[2])
 
 
