@@ -11,6 +11,8 @@ from graphacc._compat.torch_ import own_parametrization_cache
 from graphacc.errors import CaptureError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,11 @@ def _distinct(pairs: Iterator[tuple[str, Tensor]]) -> list[Named]:
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module):
+def borrowed(model: nn.Module, *, hooks: bool = False):
     """Restore every attribute of every submodule at the end of the block, also after an exception.
+
+    Args:
+        hooks: restore the tables of hooks, too: transformers installs some at a model's first call, and notes that in an attribute.
 
     Tensors are put back by reference: nothing is copied, so the block must not write into the model's own tensors.
 
@@ -55,14 +60,15 @@ def borrowed(model: nn.Module):
             raise CaptureError(
                 f"the submodule {path} is a {type(module).__name__}: TorchScript's code and tensors cannot be captured; use the module that it was made from"
             )
-    saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in _TABLES}) for module in model.modules()]
+    tables = (*_TABLES, *_HOOKS, *_HOOK_OPTIONS) if hooks else _TABLES
+    saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in tables if table in vars(module)}) for module in model.modules()]
     try:
         with own_parametrization_cache():
             yield
     finally:
-        for module, attributes, tables in saved:
+        for module, attributes, contents in saved:
             _restore(vars(module), attributes)
-            for table, content in tables.items():
+            for table, content in contents.items():
                 _refill(vars(module)[table], content)
 
 

@@ -11,25 +11,30 @@ parameters' own dtype through the casts. Matrix products run in bf16 also where 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches
+from graphacc._compat.torch_ import annotate_nodes, compiling, decided_branches, fake_mode
 from graphacc.capture.attention import whole_attention
 from graphacc.capture.backend import FX, Backend
 from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
 from graphacc.capture.checkpointed import Checkpoints
+from graphacc.capture.equal_layers import CallLog, Run, candidates, handing_on
 from graphacc.capture.functions import WrittenOut
-from graphacc.capture.guards import ForeignWrites, no_python_randomness, watched_attributes
+from graphacc.capture.guards import ForeignWrites, no_python_randomness, quiet_failures, watched_attributes
 from graphacc.capture.source import SourceMode
-from graphacc.capture.tracing import KEY, Results, Slot
+from graphacc.capture.tracing import KEY, Results, Slot, unique_names
+from graphacc.capture.unroll import unrolled
 from graphacc.errors import CaptureError, ParameterWritten
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
+
+log = logging.getLogger("graphacc")
 
 ForwardFn = Callable[[nn.Module, list[Tensor]], tuple[Tensor | None, list[Tensor]]]
 """(model, batch leaves) -> (loss, further outputs of the user)."""
@@ -128,47 +133,139 @@ def _capture(
 ) -> StepGraph | HloStep:
     if precision not in ("fp32", "bf16"):
         raise CaptureError(f"precision={precision!r} is unknown: use 'fp32' or 'bf16'")
-    parameters, buffers = distinct_parameters(model), distinct_buffers(model)
-    slots = [Slot.like(Kind.PARAM, item.name, item.tensor, item.aliases) for item in parameters]
-    slots += [Slot.like(Kind.BUFFER, item.name, item.tensor, item.aliases) for item in buffers]
-    slots += [Slot.like(Kind.BATCH, path, leaf) for path, leaf in zip(batch.paths, batch.leaves, strict=True)]
-    modules = {id(module): path for path, module in model.named_modules()}
-    replaced: dict[int, str] = {}
+    capture = _Capture(model, fn, batch, precision, program, backend, wanted, hooks)
+    step = (capture.by_equal_layers() if backend.replicates else None) or capture.whole()
+    _check_unchanged(step)
+    return _with_trainable(step)
 
-    def run(tensors: list[Tensor]) -> Results:
+
+class _Capture:
+    """One capture: of the whole model, or of some of its layers for all."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fn: ForwardFn,
+        batch: Batch,
+        precision: str,
+        program: Callable[[dict[str, Tensor], Forward, list[Tensor]], Results],
+        backend: Backend,
+        wanted: frozenset[int],
+        hooks: bool,
+    ):
+        self.model, self.fn, self.batch, self.precision = model, fn, batch, precision
+        self.program, self.backend, self.wanted, self.hooks = program, backend, wanted, hooks
+        self.parameters, self.buffers = distinct_parameters(model), distinct_buffers(model)
+
+    def whole(self) -> StepGraph | HloStep:
+        return self._trace(self.parameters, self.buffers)
+
+    def by_equal_layers(self) -> StepGraph | None:
+        """The same graph as `whole`, of which equal layers are copies of one; None: there are none, or they are not understood."""
+        layers = candidates(self.model)
+        runs = self._runs(layers) if layers else []
+        if not runs:
+            return None
+        left_out = tuple(f"{path}." for run in runs for path in run.copied)
+        parameters, buffers = ([item for item in items if not item.name.startswith(left_out)] for items in (self.parameters, self.buffers))
+        slots = [*self._slots(self.parameters, self.buffers), KEY]
+        names = {(slot.kind, slot.target): name for slot, name in zip(slots, unique_names(slots))}
+        try:
+            step = self._trace(parameters, buffers, runs)
+            assert isinstance(step, StepGraph), "lazy tensors do not copy layers"
+            for run in runs:
+                step = unrolled(step, run, names)
+        except Exception as error:  # what is wrong with the model itself the whole trace says again
+            log.info("graphacc: every layer of %s is traced: %s", type(self.model).__name__, str(error).partition("\n")[0])
+            return None
+        return step
+
+    def _runs(self, layers: Mapping[str, nn.Module]) -> list[Run]:
+        """The runs of equal layers in a forward on fake tensors."""
+        found: list[Run] = []
+
+        def observed(stand_ins: Mapping[Tensor, Named], forward: Forward) -> tuple[Tensor | None, list[Tensor]]:
+            calls = CallLog(layers, stand_ins)
+            with calls.watching():
+                loss, outputs = forward()
+            found.extend(calls.runs([tensor for tensor in (loss, *outputs) if tensor is not None]))
+            raise _Observed
+
+        slots = [*self._slots(self.parameters, self.buffers), KEY]
+        try:
+            with self._contexts(), quiet_failures(), fake_mode():
+                self._run([slot.fake() for slot in slots], self.parameters, self.buffers, {}, observed)
+        except _Observed:
+            return found
+        except Exception as error:  # the trace meets it, too, and says where
+            log.debug("graphacc: equal layers are not looked for: %s", error)
+        return []
+
+    def _slots(self, parameters: Sequence[Named], buffers: Sequence[Named]) -> list[Slot]:
+        slots = [Slot.like(Kind.PARAM, item.name, item.tensor, item.aliases) for item in parameters]
+        slots += [Slot.like(Kind.BUFFER, item.name, item.tensor, item.aliases) for item in buffers]
+        return slots + [Slot.like(Kind.BATCH, path, leaf) for path, leaf in zip(self.batch.paths, self.batch.leaves, strict=True)]
+
+    def _trace(self, parameters: Sequence[Named], buffers: Sequence[Named], runs: Sequence[Run] = ()) -> StepGraph | HloStep:
+        """The program on these parameters and buffers of the model, traced; of the runs some layers alone."""
+        replaced: dict[int, str] = {}
+
+        def called(_, forward: Forward) -> tuple[Tensor | None, list[Tensor]]:
+            with handing_on(self.model, runs):
+                return forward()
+
+        with self._contexts():
+            return self.backend.trace(
+                [*self._slots(parameters, buffers), KEY],
+                lambda tensors: self._run(tensors, parameters, buffers, replaced, called),
+                source=SourceMode({id(module): path for path, module in self.model.named_modules()}, Phase.FORWARD),
+                what=f"the model {type(self.model).__name__}",
+                constants="<const>",
+                replaced=replaced,
+            )
+
+    def _run(
+        self,
+        tensors: list[Tensor],
+        parameters: Sequence[Named],
+        buffers: Sequence[Named],
+        replaced: dict[int, str],
+        called: Callable[[Mapping[Tensor, Named], Forward], tuple[Tensor | None, list[Tensor]]],
+    ) -> Results:
+        """The program on one tensor per slot; `called` calls the forward."""
+        precision, model = self.precision, self.model
         ends = len(parameters), len(parameters) + len(buffers)
-        trained = [_leaf(item, tensor, hooks) for item, tensor in zip(parameters, tensors)]
+        trained = [_leaf(item, tensor, self.hooks) for item, tensor in zip(parameters, tensors)]
         held = tensors[ends[0] : ends[1]]
-        given = [leaf.detach().requires_grad_() if i in wanted else leaf for i, leaf in enumerate(tensors[ends[1] : -1])]
+        given = [leaf.detach().requires_grad_() if i in self.wanted else leaf for i, leaf in enumerate(tensors[ends[1] : -1])]
         computed, leaves = (_to_bf16(trained), _to_bf16(given)) if precision == "bf16" else (trained, given)
-        stand_ins = dict(zip((id(item.tensor) for item in [*parameters, *buffers]), [*computed, *held]))
-        substitute(model, stand_ins)
+        items = [*parameters, *buffers]
+        substitute(model, dict(zip((id(item.tensor) for item in items), [*computed, *held])))
 
         def forward() -> tuple[Tensor | None, list[Tensor]]:
-            with computing_in(precision, backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
-                return fn(model, leaves)
+            with computing_in(precision, self.backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
+                return self.fn(model, leaves)
 
-        results = program(dict(zip((item.name for item in parameters), trained)), forward, given)
+        stand_ins = dict(zip([*computed, *held], items))
+        results = self.program(dict(zip((item.name for item in parameters), trained)), lambda: called(stand_ins, forward), given)
         results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
         return results + [(Kind.BUFFER, item.name, _current(model, item).detach()) for item in buffers]
 
-    with borrowed(model), contextlib.ExitStack() as stack:
-        stack.enter_context(compiling())
-        packed = any("position_ids" in path for path in batch.paths)
-        stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=Checkpoints(model, marks=backend is FX)))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
-        stack.enter_context(whole_attention())
-        stack.enter_context(WrittenOut())
-        step = backend.trace(
-            [*slots, KEY],
-            run,
-            source=SourceMode(modules, Phase.FORWARD),
-            what=f"the model {type(model).__name__}",
-            constants="<const>",
-            replaced=replaced,
-        )
-    _check_unchanged(step)
-    return _with_trainable(step)
+    @contextlib.contextmanager
+    def _contexts(self) -> Iterator[None]:
+        """What the model's code runs in; the model is as before behind it."""
+        packed = any("position_ids" in path for path in self.batch.paths)
+        with borrowed(self.model, hooks=True), contextlib.ExitStack() as stack:
+            stack.enter_context(compiling())
+            stack.enter_context(decided_branches(packed_sequences=packed, checkpointed=Checkpoints(self.model, marks=self.backend is FX)))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # a torch.compile inside the model is traced through
+            stack.enter_context(whole_attention())
+            stack.enter_context(WrittenOut())
+            yield
+
+
+class _Observed(Exception):
+    """The forward has been seen: what follows it is not needed."""
 
 
 def _leaf(item: Named, tensor: Tensor, hooks: bool) -> Tensor:

@@ -183,6 +183,20 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
         raise
 
 
+def state_layouts(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, dict[str, Tensor]]:
+    """Parameter name -> its `state_layout`. What does not exist yet is asked of the optimizer once for each group and form of a parameter, which is all that it is told."""
+    known: dict[tuple, dict[str, Tensor]] = {}
+    layouts: dict[str, dict[str, Tensor]] = {}
+    for member in found:
+        parameter = member.parameter
+        form = member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.requires_grad
+        if optimizer.state.get(parameter):
+            layouts[member.name] = state_layout(optimizer, member)
+        else:
+            layouts[member.name] = known[form] = known.get(form) or state_layout(optimizer, member)
+    return layouts
+
+
 def state_layout(optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
     """Tensors with the shapes and dtypes of `init_optimizer_state`, without data where the optimizer allows."""
     if optimizer.state.get(member.parameter):

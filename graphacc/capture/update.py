@@ -22,7 +22,7 @@ from graphacc.capture.optimizer import (
     plain,
     run_step,
     stand_in,
-    state_layout,
+    state_layouts,
     with_numbers,
 )
 from graphacc.capture.replicate import replicated
@@ -139,7 +139,7 @@ def _without_unused_key(step: StepGraph) -> StepGraph:
 def _capture_optimizer(
     optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float], backend: Backend
 ) -> StepGraph | HloStep:
-    state = {member.name: state_layout(optimizer, member) for member in found}
+    state = state_layouts(optimizer, found)
     representatives = {member.name: member.name for member in found}
     if backend.replicates and is_separable(optimizer):
         first: dict[tuple, str] = {}

@@ -240,6 +240,8 @@ def update_graph(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]
 ) -> Step:
     """Gradient code and the optimizer's step."""
+    if not code.tape.gradient_calls and code.max_norm is None and not code.results:
+        return capture_update(model, optimizer, code.names, dynamic=dynamic, backend=backend)
     return _captured_update(capture_update, backend, model, optimizer, code, dynamic=dynamic)
 
 
