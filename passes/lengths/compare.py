@@ -77,7 +77,7 @@ def _whole(value: object, numerator: int | None) -> int | None:
     if numerator is None:
         return int(number) if number.is_integer() else None
     below = numerator / number
-    return round(below) if math.isfinite(below) and round(below) and numerator / round(below) == number else None
+    return round(below) if type(value) is float and math.isfinite(below) and round(below) and numerator / round(below) == number else None
 
 
 @dataclasses.dataclass(frozen=True)
