@@ -22,6 +22,7 @@ from graphacc.capture import FX, objects
 from graphacc.errors import GraphAccError
 from graphacc.graph import StepGraph
 from graphacc.loop.decisions import Recorder
+from graphacc.loop.identity import Identity
 from graphacc.loop.promise import NotRecorded
 from graphacc.loop.tape import Call, External, Param, Ref, Tape, View
 from graphacc.passes.lengths import Length, LengthRefused, Masked, affine, length_input, mask_lengths
@@ -48,6 +49,7 @@ _NEAR = (0, -1, 1)
 class Bucket:
     """Recordings of one code whose lengths are padded to the same ones."""
 
+    code: Identity  # what they have in common
     lengths: tuple[int, ...]  # padded
     inputs: Mapping[int, Layout]  # external -> its layout, of those that grow
     tape: Tape  # the recording at these lengths
@@ -66,7 +68,7 @@ class Bucket:
         lengths = self.lengths_of(tape)
         if any(real > padded for real, padded in zip(lengths, self.lengths)):
             return "it is longer"
-        expected, found = self._at(lengths), _numbers_of(tape)
+        expected, found = [self._number(place, lengths) for place in range(len(self.numbers))], _numbers_of(tape)
         if len(expected) != len(found):
             return f"the code runs {len(found)} operators and arguments at length {_shown(lengths)}, {len(expected)} at {_shown(self.lengths)}"
         operator = ""
@@ -77,11 +79,8 @@ class Bucket:
                 return f"the code does something else at length {_shown(lengths)} than at {_shown(self.lengths)}: {operator}{number!r} instead of {wanted!r}"
         return None
 
-    def _at(self, lengths: Sequence[int]) -> list:
-        """The numbers that the same code has at other lengths."""
-        return [self._number(place, lengths) for place in range(len(self.numbers))]
-
     def _number(self, place: int, lengths: Sequence[int]) -> object:
+        """What the same code has in this place at other lengths."""
         value = self.numbers[place]
         found = self._varying.get(place)
         return value if found is None else type(value)(found.at(lengths))
@@ -161,7 +160,7 @@ class Buckets:
 
     def __init__(self, engine: "Engine", sizes: Sequence[int], dims: Mapping[str, Sequence[int]]):
         self.engine, self.sizes, self.dims = engine, tuple(sizes), dict(dims)
-        self._buckets: dict[tuple, list[Bucket]] = {}  # code -> its buckets
+        self._buckets: dict[tuple[Identity, tuple[int, ...]], Bucket] = {}  # code and padded lengths -> the bucket
         self._known: dict[tuple, Bucket | None] = {}  # key of a recording -> its bucket
         self._said: set[str] = set()
 
@@ -221,27 +220,33 @@ class Buckets:
         smallest = min(lengths[length.symbol] + length.offset for layout in inputs.values() for length in layout if length)
         if smallest < 2:
             raise LengthRefused("a sequence of one element is broadcast, so its program is another one")
-        known = self._buckets.setdefault(_code(tape, inputs), [])
-        reasons = []
-        for bucket in known:
-            if bucket.lengths == padded:
-                why = bucket.why_not(tape)
-                if why is None:
-                    return bucket
-                reasons.append(why)
-        if reasons:
-            raise LengthRefused(reasons[-1])
-        bucket = self._new(tape, inputs, lengths, padded)
-        if (why := bucket.why_not(tape)) is not None:
-            raise LengthRefused(why)
-        known.append(bucket)
-        return bucket
+        code = Identity(_code(tape, inputs))
+        try:
+            return self._bucket(tape, code, inputs, lengths, padded)
+        except GraphAccError:
+            below = tuple(size - 1 for size in padded)  # at its full length a table of positions is taken whole, and not sliced
+            if any(length > size for length, size in zip(lengths, below)):
+                raise
+            return self._bucket(tape, code, inputs, lengths, below)
 
-    def _new(self, tape: Tape, inputs: Mapping[int, Layout], lengths: tuple[int, ...], padded: tuple[int, ...]) -> Bucket:
+    def _bucket(self, tape: Tape, code: Identity, inputs: Mapping[int, Layout], lengths: tuple[int, ...], padded: tuple[int, ...]) -> Bucket:
+        """The bucket of a recording that is padded to these lengths.
+
+        Raises:
+            GraphAccError: the code does something else at its length.
+        """
+        bucket = self._buckets.get((code, padded))
+        found = self._new(tape, code, inputs, lengths, padded) if bucket is None else bucket
+        if (why := found.why_not(tape)) is not None:
+            raise LengthRefused(why)
+        self._buckets[code, padded] = found
+        return found
+
+    def _new(self, tape: Tape, code: Identity, inputs: Mapping[int, Layout], lengths: tuple[int, ...], padded: tuple[int, ...]) -> Bucket:
         wanted = [padded, *((*padded[:symbol], padded[symbol] - 1, *padded[symbol + 1 :]) for symbol in range(len(padded)))]
         tapes = [self._at(tape, inputs, lengths, each) for each in wanted]
         first, *others = tapes
-        return Bucket(padded, inputs, first, tuple(others), _numbers_of(first), tuple(map(_numbers_of, others)))
+        return Bucket(code, padded, inputs, first, tuple(others), _numbers_of(first), tuple(map(_numbers_of, others)))
 
     def _recognised(self, tape: Tape) -> dict[int, Layout]:
         """The externals that grow with lengths, and their layouts: those that `dims` names, and

@@ -235,7 +235,7 @@ class Execution:
     def forward_aspects(self, tape: Tape) -> dict[str, object]:
         code, batch = tape.forward_key
         if tape.bucket is not None:
-            code, batch = tape.bucket, tuple((index, *tape.bucket.tape.external_key(index)) for index, *_ in batch)
+            code, batch = tape.bucket.code, tuple((index, *tape.bucket.tape.external_key(index)) for index, *_ in batch)
         batch = BatchForms.of(batch, tuple(tape.external_paths[index] for index, *_ in batch))
         return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
 
