@@ -90,6 +90,7 @@ class Masking:
         self._valid: dict[tuple, fx.Node] = {}
         self._numbers: dict[Affine, fx.Node] = {}
         self.hidden: dict[tuple, fx.Node] = {}  # (mask, length of the keys) of an attention -> its mask with padding hidden
+        self.hidden_segments: dict[tuple, tuple[fx.Node, fx.Node]] = {}  # (segments of queries and keys, keys) -> segments that hide padding
         self._targets = {item.name: item for item in step.inputs}
         self.first = next(node for node in step.graph.nodes if node.op == "call_function")  # constants of lengths stand in front of it
         self._lengths = [self._add_length(symbol) for symbol in range(len(lengths))]
@@ -226,7 +227,9 @@ class Masking:
                 found = used(self, node)
             except ValueError as error:
                 raise self.refuse(node, str(error)) from error
-        for index, layout in enumerate(found if isinstance(found, list) else [found]):
+        values, layouts = (node.meta["val"], found) if isinstance(found, list) else ([node.meta["val"]], [found])
+        made = [layout for layout, value in zip(layouts, values, strict=True) if isinstance(value, torch.Tensor)]
+        for index, layout in enumerate(made):
             self._check(node, layout, self.wanted(node, index))
         self._layouts[node] = found
 
@@ -236,8 +239,9 @@ class Masking:
         shapes = self.varying[node].shapes
         if reached or self.varying[node].numbers or any(size for shape in shapes for size in shape):
             raise self.refuse(node, "there is no rule that keeps padding from its results: pad the batches yourself, or leave bucket_lengths out")
-        found = [(None,) * len(shape) for shape in shapes]
-        return found[0] if isinstance(node.meta["val"], torch.Tensor) else found
+        if isinstance(node.meta["val"], torch.Tensor):
+            return (None,) * len(shapes[0])
+        return [(None,) * value.dim() if isinstance(value, torch.Tensor) else () for value in node.meta["val"]]
 
     def _all(self, node: fx.Node) -> list[Layout]:
         found = self._layouts[node]

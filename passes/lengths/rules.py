@@ -137,6 +137,49 @@ def _select(masking: Masking, node: fx.Node) -> Layout:
     return tuple(layout[:dim] + layout[dim + 1 :])
 
 
+@rule(aten.slice_scatter.default)
+def _slice_scatter(masking: Masking, node: fx.Node) -> Layout:
+    """A slice that is replaced up to the sequence's end, or has a fixed size."""
+    x, part, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
+    layout, given = list(masking.layout(x)), list(masking.layout(part))
+    dim, start = _dim(dim, len(layout)), start or 0
+    whole, taken = layout[dim], given[dim]
+    if whole is not None or taken is not None:
+        fixed = step == 1 and start >= 0 and masking.number_at(node, 3) is None and whole is not None and whole.factor == 1
+        _require(fixed and (taken is None or start + taken.offset == whole.offset), "it replaces a part that does not end with the sequence")
+    given[dim] = None
+    return joined_layouts([tuple(layout), tuple(given)])
+
+
+@rule(aten.select_scatter.default)
+def _select_scatter(masking: Masking, node: fx.Node) -> Layout:
+    x, part, dim, index = node.args
+    layout, given = masking.layout(x), list(masking.layout(part))
+    dim = _dim(dim, len(layout))
+    _require(layout[dim] is None or (index >= 0 and layout[dim].factor == 1 and not masking.varying[node].numbers), "it replaces a place that is counted from the sequence's end")
+    return joined_layouts([layout, (*given[:dim], None, *given[dim:])])
+
+
+@rule(aten.flip.default)
+def _flip(masking: Masking, node: fx.Node) -> Layout:
+    """Places are counted from the real end."""
+    x, dims = node.args
+    layout = masking.layout(x)
+    grown = [dim for dim in (_dim(dim, len(layout)) for dim in dims) if layout[dim] is not None]
+    _require(all(layout[dim].factor == 1 for dim in grown), "it turns a flattened sequence")
+    if grown:
+        edit = masking.editor(node)
+        fixed = [dim for dim in dims if _dim(dim, len(layout)) not in grown]
+        x = edit(aten.flip.default, x, fixed) if fixed else x
+        for dim in grown:
+            place = edit(aten.arange.start_step, 0, shape_of(x)[dim])
+            turned = edit(aten.sub.Tensor, edit(aten.sub.Tensor, masking.number(masking.count(layout[dim])), 1), place)
+            index = edit(aten.where.self, masking.valid(layout[dim]), turned, place)
+            x = edit(aten.index.Tensor, x, [*[None] * dim, index])
+        node.target, node.args, node.kwargs = aten.alias.default, (x,), {}
+    return layout
+
+
 @rule(aten.cat.default)
 def _cat(masking: Masking, node: fx.Node) -> Layout:
     """Along a length only the last operand may grow."""
@@ -254,9 +297,7 @@ def _convolution_backward(masking: Masking, node: fx.Node) -> list[Layout]:
     layout = masking.layout(x)
     _check_convolution(layout, stride, transposed, masking, node)
     node.args = (masking.masked(node, grad), masking.masked(node, x), *node.args[2:])
-    val = [value for value in node.meta["val"] if value is not None]
-    of_input = node.args[-1][0]
-    return [layout if i == 0 and of_input else (None,) * value.dim() for i, value in enumerate(val)]
+    return [layout, (None,) * len(shape_of(weight)), (None,)]
 
 
 def _check_convolution(layout: Layout, stride: Sequence[int], transposed: bool, masking: Masking, node: fx.Node) -> None:
@@ -297,6 +338,16 @@ def _gather(masking: Masking, node: fx.Node) -> Layout:
         _require(source[dim] is None or source[dim].factor == 1, "it gathers from a flattened sequence")
         source[dim] = None
     return joined_layouts([layout, tuple(item if layout[i] is not None else None for i, item in enumerate(source))])
+
+
+@rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+def _scatter(masking: Masking, node: fx.Node) -> Layout:
+    """Along another dim than a length: a place of the padding writes to places of the padding."""
+    x, dim, index, source = node.args[:4]
+    layouts = [list(masking.layout(value)) for value in (x, index, source) if isinstance(value, fx.Node)]
+    dim = _dim(dim, len(layouts[0]))
+    _require(not any(layout[dim] for layout in layouts), "it writes to places of the sequence that are computed")
+    return joined_layouts([tuple(layout) for layout in layouts])
 
 
 @rule(aten.index.Tensor)
@@ -414,6 +465,45 @@ def _attention_backward(masking: Masking, node: fx.Node) -> list[Layout]:
     _hide(masking, node, 1)
     node.args = (masking.masked(node, grad, 0, [2]), *node.args[1:])
     return layouts
+
+
+@rule(ops.flash_attention.default)
+def _flash_attention(masking: Masking, node: fx.Node) -> list[Layout]:
+    """The same with a bias that takes a gradient; keys of padding are a segment of their own."""
+    _hide_flash(masking, node, 0, node.args[8:])
+    q, v = node.args[0], node.args[2]
+    return [(*masking.layout(q)[:3], masking.layout(v)[3]), masking.layout(q)[:3]]
+
+
+@rule(ops.flash_attention_backward.default)
+def _flash_attention_backward(masking: Masking, node: fx.Node) -> list[Layout]:
+    layouts = [masking.layout(x) if x is not None else (None,) for x in node.args[1:5]]
+    _hide_flash(masking, node, 1, node.args[11:])
+    node.args = (masking.masked(node, node.args[0], 0, [2]), *node.args[1:])
+    return layouts
+
+
+def _hide_flash(masking: Masking, node: fx.Node, at: int, options: Sequence) -> None:
+    """Mask the operands that stand at `at` and behind; `options` begin with the band, the scale, empty rows and dropout."""
+    q, k, v, bias, q_segments, kv_segments = node.args[at : at + 6]
+    _require(not options[4] and not masking.varying[node].numbers, "its dropout counts the places of the padded sequence")
+    _require(not any(masking.layout(x)[dim] for x in (q, k, v) for dim in (0, 1, 3)), "heads or batch grow with the length")
+    if (keys := masking.layout(k)[2]) is not None:
+        if (q_segments, kv_segments, k) not in masking.hidden_segments:
+            masking.hidden_segments[q_segments, kv_segments, k] = _segments(masking, node, q, k, q_segments, kv_segments, keys)
+        q_segments, kv_segments = masking.hidden_segments[q_segments, kv_segments, k]
+    args = [masking.masked(node, x, 0, [2]) for x in (q, k, v)]
+    bias = bias if bias is None else masking.masked(node, bias)
+    node.args = (*node.args[:at], *args, bias, q_segments, kv_segments, *node.args[at + 6 :])
+
+
+def _segments(masking: Masking, node: fx.Node, q: fx.Node, k: fx.Node, of_queries: fx.Node | None, of_keys: fx.Node | None, keys: Length) -> tuple[fx.Node, fx.Node]:
+    """[B, T] and [B, S]: those of the attention, with another one for keys behind the real length."""
+    edit = masking.editor(node)
+    if of_queries is None or of_keys is None:
+        of_queries, of_keys = (edit(aten.full.default, [shape_of(x)[0], shape_of(x)[2]], 0, dtype=torch.int32) for x in (q, k))
+    own = edit(aten.full.default, [], torch.iinfo(torch.int32).min, dtype=torch.int32)
+    return of_queries, edit(aten.where.self, masking.valid_in(edit, {1: keys}, 2), of_keys, own)
 
 
 def _hide(masking: Masking, node: fx.Node, at: int) -> Layout:
