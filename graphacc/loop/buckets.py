@@ -161,6 +161,7 @@ class Buckets:
     def __init__(self, engine: "Engine", sizes: Sequence[int], dims: Mapping[str, Sequence[int]]):
         self.engine, self.sizes, self.dims = engine, tuple(sizes), dict(dims)
         self._buckets: dict[tuple[Identity, tuple[int, ...]], Bucket] = {}  # code and padded lengths -> the bucket
+        self._inputs: list[Mapping[int, Layout]] = []  # of earlier recordings, those with more lengths before: two may be equal by chance
         self._known: dict[tuple, Bucket | None] = {}  # key of a recording -> its bucket
         self._said: set[str] = set()
 
@@ -207,6 +208,9 @@ class Buckets:
         inputs = self._recognised(tape)
         if not inputs:
             return None
+        inputs = next((known for known in self._inputs if _fits(tape, known, inputs)), inputs)
+        if inputs not in self._inputs:
+            self._inputs = sorted((*self._inputs, inputs), key=_num_lengths, reverse=True)
         if (why := why_not_under(self.engine.programs.strategy)) is not None:
             raise LengthRefused(why)
         if self.engine.fallback.backend is not FX:
@@ -388,6 +392,22 @@ def _numbers_of(tape: Tape) -> tuple:
     """All that the calls got and did but for tensors, in order."""
     places = (Ref, External, Param)
     return tuple(item for call in tape.forward_calls for part in (call.leaves, call.operators) for item in part if not isinstance(item, places))
+
+
+def _num_lengths(inputs: Mapping[int, Layout]) -> int:
+    return len({length.symbol for layout in inputs.values() for length in layout if length})
+
+
+def _fits(tape: Tape, inputs: Mapping[int, Layout], recognised: Mapping[int, Layout]) -> bool:
+    """Whether an earlier recording's lengths can be those of this one, of which as many dims grow."""
+    if {index: list(map(bool, layout)) for index, layout in inputs.items()} != {index: list(map(bool, layout)) for index, layout in recognised.items()}:
+        return False
+    sizes: dict[int, set] = {}
+    for index, layout in inputs.items():
+        for dim, length in enumerate(layout):
+            if length is not None:
+                sizes.setdefault(length.symbol, set()).add((_middle(tape.externals[index], dim, length), tape.externals[index].shape[dim] % length.factor))
+    return all(len(found) == 1 and next(iter(found))[1] == 0 for found in sizes.values())
 
 
 def _lengths(tape: Tape, inputs: Mapping[int, Layout]) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class Execution:
         strategy = self.engine.programs.strategy
         return lambda like: self.capture(build.joint_graph, like, tape.outputs, strategy.precision, strategy.microbatches)
 
-    def _settle_joint(self, tape: Tape) -> None:
+    def settle_length(self, tape: Tape) -> None:
         """Give a recording that has a backward its bucket of lengths, if it has one."""
         if self.engine.buckets is not None:
             self.engine.buckets.settle(tape, _joint_program(tape), self._joint_capture(tape))
@@ -88,7 +88,6 @@ class Execution:
 
     def run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
-        self._settle_joint(tape)
         self._choose(tape)
         count = self.engine.programs.strategy.microbatches
         accumulates = self._accumulates(tape)
@@ -130,7 +129,6 @@ class Execution:
     def run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
         """The whole step in one program."""
         code = self._gradient_code(tape, names)
-        self._settle_joint(tape)
         if tape.bucket is not None and reads_lengths(tape, code):
             tape.bucket = None
         captured = functools.cache(lambda backend: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic))
