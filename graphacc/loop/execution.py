@@ -328,10 +328,12 @@ def _joint_program(tape: Tape) -> tuple:
     return ("joint", tape.loss, tuple(tape.outputs))
 
 
-def _cut(tape: Tape, program: tuple | None, index: int, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A function that fetches a value without the padding of the recording's bucket."""
-    layout = None if tape.bucket is None or program is None else tape.bucket.results[program].get(str(index))
-    return fetch if layout is None or not any(layout) else Cut(fetch, layout, tape.bucket.lengths_of(tape))
+    if tape.bucket is None or program is None:
+        return fetch
+    layout = tape.bucket.results[program].get(str(index), ())
+    return Cut(fetch, layout, tape.bucket.lengths_of(tape)) if any(layout) else fetch
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:

@@ -81,7 +81,7 @@ def _(key, stream, size, global_size, start):
     return key.new_empty(size, dtype=torch.float32)
 
 
-@torch.library.custom_op("graphacc::random_bits_at", mutates_args=(), tags=(torch.Tag.pointwise,))
+@torch.library.custom_op("graphacc::random_bits_at", mutates_args=(), tags=(torch.Tag.pointwise,))  # type: ignore[call-overload]  (the stub knows no tags)
 def random_bits_at(word0: Tensor, word1: Tensor, index: Tensor, stream: int) -> Tensor:
     """The numbers that `random_bits` has at indices of the global tensor, where its shape is known only when the program runs.
 
@@ -101,7 +101,7 @@ def _(word0, word1, index, stream):
     return index.new_empty(index.shape)
 
 
-@torch.library.custom_op("graphacc::random_uniform_at", mutates_args=(), tags=(torch.Tag.pointwise,))
+@torch.library.custom_op("graphacc::random_uniform_at", mutates_args=(), tags=(torch.Tag.pointwise,))  # type: ignore[call-overload]  (the stub knows no tags)
 def random_uniform_at(word0: Tensor, word1: Tensor, index: Tensor, stream: int) -> Tensor:
     """The numbers of `random_uniform`; arguments as for `random_bits_at`."""
     return (_bits(word0, word1, index, stream) >> 8).to(torch.float32) * 2.0**-24

@@ -58,7 +58,7 @@ def regrouped(before: Sequence[int], layout: Layout, after: Sequence[int], wante
     """
     found: list[Length | None] = [None] * len(after)
     for sources, targets in _groups(before, after):
-        lengths = [(dim, layout[dim]) for dim in sources if layout[dim] is not None]
+        lengths = [(dim, item) for dim in sources if (item := layout[dim]) is not None]
         for target in targets:
             want = wanted[target]
             if want is None:

@@ -1,7 +1,7 @@
 """The rewriting: what stands behind the real length of a padded tensor is masked before an operator would take it into a result.
 
 A value of the padded program *agrees* with the unpadded program's if its elements at the places of the unpadded ones (`Layout`) are equal;
-what stands elsewhere is anything. The rules (`rules.py`) keep this, operator by operator: they follow where the places go, replace what an
+what stands elsewhere is anything. The rules (`rules_*.py`) keep this, operator by operator: they follow where the places go, replace what an
 operator would read from elsewhere (by zero before a sum, -inf before a maximum), and make numbers that count elements depend on the
 length, which is an input of the program. An operator without a rule that a length reaches is refused. So the loss, the gradients and the
 buffers, which have no dim that grows, are those of the unpadded program, and results that have one are cut to their length.
@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from graphacc.graph import Input, Kind, StepGraph
 from graphacc.passes.edit import Editor, shape_of
 from graphacc.passes.lengths.compare import Affine, LengthRefused, Varying, varying, where
-from graphacc.passes.lengths.layout import Layout, Length, joined
+from graphacc.passes.lengths.layout import Layout, Length
 
 aten = torch.ops.aten
 
-Rule = Callable[["Masking", fx.Node], "Layout | list[Layout]"]
+Rule = Callable[["Masking", Any], "Layout | list[Layout]"]
 RULES: dict[Any, Rule] = {}
 
 
@@ -87,7 +87,7 @@ class Masking:
         self.step, self.varying, self.inputs, self.lengths = step, dict(varying), inputs, lengths
         self._layouts: dict[fx.Node, Layout | list[Layout]] = {}
         self._masked: dict[tuple, fx.Node] = {}
-        self._valid: dict[tuple, fx.Node] = {}
+        self._valid: dict[Length, fx.Node] = {}
         self._numbers: dict[Affine, fx.Node] = {}
         self.hidden: dict[tuple, fx.Node] = {}  # (mask, length of the keys) of an attention -> its mask with padding hidden
         self.hidden_segments: dict[tuple, tuple[fx.Node, fx.Node]] = {}  # (segments of queries and keys, keys) -> segments that hide padding
@@ -252,13 +252,3 @@ class Masking:
         said = [None if item is None else (item.symbol, item.offset, item.factor) for item in layout]
         if said != [None if item is None else (item.symbol, item.offset, item.factor) for item in wanted]:
             raise self.refuse(node, f"which places of its result of shape {shape_of(node) if isinstance(node.meta['val'], torch.Tensor) else '...'} are padding is not known")
-
-
-def joined_layouts(layouts: Sequence[Layout]) -> Layout:
-    """Of tensors that are broadcast together."""
-    rank = max(map(len, layouts), default=0)
-    found: list[Length | None] = [None] * rank
-    for layout in layouts:
-        for dim, item in enumerate(layout, start=rank - len(layout)):
-            found[dim] = joined(found[dim], item)
-    return tuple(found)

@@ -12,7 +12,6 @@ import zoo
 from tolerances import LOSS, PARAMETERS_AFTER_STEPS, relative_error
 from torch import nn
 from training import assert_parity, compiled, train
-from zoo import adamw
 
 import graphacc
 from graphacc.errors import StrategyError
@@ -52,10 +51,11 @@ def check(name: str, batches: list[dict], strategy: str | None = None, **options
     return model
 
 
-def test_thirty_batches_of_thirty_lengths(caplog):
+@pytest.mark.parametrize("buckets", [(16, 32), pytest.param(BUCKETS, marks=pytest.mark.matrix)])
+def test_thirty_batches_of_thirty_lengths(buckets, caplog):
     lengths = (torch.randperm(30, generator=torch.Generator().manual_seed(0)) + 3).tolist()
-    model = check("gpt2", causal_batches(lengths))
-    assert len(programs(model)) == len(BUCKETS) <= 6
+    model = check("gpt2", causal_batches(lengths), bucket_lengths=buckets)
+    assert len(programs(model)) == len(buckets) <= 6
     assert not [record for record in caplog.records if "bucket_lengths" in record.message]
 
 
@@ -156,7 +156,12 @@ class Sorting(Tagger):
 
 @pytest.mark.parametrize(
     ("kind", "count", "why"),
-    [(Branching, 2, "does something else at length"), (Recurrent, 3, "its operators depend on the length"), (Sorting, 3, "there is no rule")],
+    [
+        (Branching, 2, "does something else at length"),
+        (Recurrent, 3, "its operators depend on the length"),
+        (Sorting, 3, "there is no rule"),
+        (Tagger, 2, "longer than the largest bucket, 16"),
+    ],
 )
 def test_what_cannot_be_padded_is_compiled_for_its_own_length(kind, count, why, caplog):
     torch.manual_seed(0)
@@ -165,7 +170,7 @@ def test_what_cannot_be_padded_is_compiled_for_its_own_length(kind, count, why, 
     losses = []
     for one in (reference, model):
         optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
-        for tokens, labels in sentences([14, 9, 13]):
+        for tokens, labels in sentences([14, 9, 17 if kind is Tagger else 13]):
             loss = F.cross_entropy(one(tokens).transpose(1, 2), labels)
             loss.backward()
             optimizer.step()
@@ -175,12 +180,6 @@ def test_what_cannot_be_padded_is_compiled_for_its_own_length(kind, count, why, 
     assert_parity(reference, model, *losses)
     assert len(programs(model)) == count
     assert any("bucket_lengths" in record.message and why in record.message for record in caplog.records), caplog.text
-
-
-def test_a_length_beyond_the_largest_bucket(caplog):
-    model = check("gpt2", causal_batches([12, 20, 18]), bucket_lengths=(16,))
-    assert len(programs(model)) == 3
-    assert "longer than the largest bucket, 16" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -197,3 +196,39 @@ def test_a_length_beyond_the_largest_bucket(caplog):
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(StrategyError, match=message):
         graphacc.compile(Tagger(), **options)
+
+
+def test_two_lengths():
+    """An encoder's and a decoder's, equal by chance in one batch."""
+    random = torch.Generator().manual_seed(3)
+    batches = []
+    for source, target in ((13, 9), (11, 14), (15, 15)):
+        mask = torch.arange(source) < torch.randint(1, source + 1, (B, 1), generator=random)
+        tokens = (torch.randint(2, 60, (B, length), generator=random) for length in (source, target))
+        batches.append(dict(input_ids=next(tokens), labels=next(tokens), attention_mask=mask.long()))
+    model = check("t5", batches, bucket_lengths=(16,))
+    assert len(programs(model)) == 1
+
+
+def test_a_length_that_is_another_dim():
+    """[T, B] tokens: the model is told which dim is the length."""
+
+    class Turned(Tagger):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens.t())
+
+    torch.manual_seed(0)
+    reference = Turned()
+    model = compiled(copy.deepcopy(reference), None, bucket_lengths=(16,), length_dims={"model.args[0]": 0})
+    losses = []
+    for one in (reference, model):
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
+        for tokens, _ in sentences([9, 12]):
+            loss = one(tokens.t().contiguous()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert_parity(reference, model, *losses)
+    assert len(programs(model)) == 1

@@ -9,13 +9,13 @@ Legend: B batch, T sequence, D features.
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
+from capture.capturing import batch_values, joint_of, key, model_values, path, run
+from tolerances import assert_close
 from torch import nn
 
-import zoo
 from graphacc.graph import Kind
-from graphacc.passes.lengths import Length, LengthRefused, Masked, length_input, mask_lengths
-from capture.capturing import batch_values, joint_of, key, model_values, path, run, tensors_of
-from tolerances import assert_close
+from graphacc.passes.lengths import Length, Masked, length_input, mask_lengths
 
 B, P, D = 2, 16, 8
 LENGTHS = (16, 15, 9, 3)
