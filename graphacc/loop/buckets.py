@@ -28,6 +28,7 @@ from graphacc.loop.tape import Call, External, Param, Ref, Tape, View
 from graphacc.passes.lengths import Length, LengthRefused, Masked, affine, length_input, mask_lengths
 from graphacc.passes.lengths.layout import Layout
 from graphacc.strategy import Strategy
+from graphacc.strategy.axes import CP, EP, PP
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.build import GradientCode
@@ -308,17 +309,18 @@ class Buckets:
         like.sources = like.externals
         like.bucket, like.promises, like._concrete = None, {}, {}
         sizes = {}
-        for layout in inputs.values():
+        for index, layout in inputs.items():
             for length in (item for item in layout if item):
                 old, new = (sizes_of[length.symbol] + length.offset for sizes_of in (lengths, wanted))
-                sizes |= {old: new, length.factor * old: length.factor * new}
+                rows = max(length.factor, tape.externals[index].shape[0] if layout[0] is None else 1)
+                sizes |= {old: new, rows * old: rows * new}
         plain, scaled = list(tape.forward_calls), [_with_sizes(self.engine.is_model(call.function), call, sizes) for call in tape.forward_calls]
         try:
-            like.calls = self._replayed(like, plain)
-        except GraphAccError:
-            if all(map(lambda one, other: one is other, plain, scaled)):
-                raise
             like.calls = self._replayed(like, scaled)
+        except GraphAccError:
+            if all(one is other for one, other in zip(plain, scaled)):
+                raise
+            like.calls = self._replayed(like, plain)  # a number was equal by chance
         return like
 
     def _replayed(self, tape: Tape, calls: Sequence[Call]) -> list[Call]:
@@ -425,8 +427,8 @@ def _shown(lengths: Sequence[int]) -> str:
 
 def why_not_under(strategy: Strategy) -> str | None:
     """Why lengths are not bucketed under a strategy."""
-    for name, value in (("pp", strategy.pp), ("cp", strategy.cp), ("ep", strategy.ep), ("microbatches", strategy.microbatches)):
-        if value > 1:
+    for name in (PP, CP, EP, "microbatches"):
+        if (value := getattr(strategy, name)) > 1:
             return f"bucket_lengths does not go together with {name}={value}: pad the batches to a few lengths yourself, or choose dp, fsdp and tp"
     return None
 

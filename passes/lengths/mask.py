@@ -191,12 +191,17 @@ class Masking:
         assert found is not None, "no dim is masked"
         return found
 
-    def masked(self, user: fx.Node, x: fx.Node, fill: float | bool = 0, dims: Sequence[int] | None = None) -> fx.Node:
-        """`x` with a number behind the real lengths along `dims` (all that grow)."""
-        chosen = {dim: length for dim, length in enumerate(self.layout(x)) if length is not None and (dims is None or dim in dims)}
+    def masked(self, user: fx.Node, x: fx.Node, fill: float | bool = 0, dims: Sequence[int] | None = None, layout: Layout | None = None) -> fx.Node:
+        """`x` with a number behind the real lengths along `dims` (all that grow).
+
+        Args:
+            layout: which reading to take where those of `x` are open, for an operator that pairs its places with another operand's.
+        """
+        layout = self.layout(x) if layout is None else layout
+        chosen = {dim: length.known() for dim, length in enumerate(layout) if length is not None and (dims is None or dim in dims)}
         if not chosen:
             return x
-        key = x, tuple(chosen), repr(fill)
+        key = x, tuple(chosen.items()), repr(fill)
         if key not in self._masked:
             edit, dtype = self.editor(user), x.meta["val"].dtype
             other = edit(aten.full.default, [], float(fill) if dtype.is_floating_point else fill, dtype=dtype)

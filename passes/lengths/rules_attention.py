@@ -75,6 +75,7 @@ def _hide(masking: Masking, node: Any, at: int) -> Layout:
     q, k, v, mask, _, causal = node.args[at : at + 6]
     queries, keys = masking.layout(q)[2], masking.layout(k)[2]
     layout = (*masking.layout(q)[:3], masking.layout(v)[3])
+    require(all(length is None or length.factor == 1 for length in (queries, keys)), "its sequence is flattened")
     require(not any(masking.layout(x)[dim] for x in (q, k, v) for dim in (0, 1, 3)), "heads or batch grow with the length")
     if keys is not None and not (causal and mask is None and queries == keys):
         if (mask, keys) not in masking.hidden:

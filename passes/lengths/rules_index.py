@@ -23,10 +23,10 @@ def _embedding(masking: Masking, node: Any) -> Layout:
 
 @rule(aten.embedding_dense_backward.default)
 def _embedding_backward(masking: Masking, node: Any) -> Layout:
-    grad, _, _, _, by_frequency = node.args
+    grad, indices, _, _, by_frequency = node.args
     require(not by_frequency, "scale_grad_by_freq counts padding")
-    layout = masking.layout(grad)
-    node.args = (masking.masked(node, grad, 0, range(len(layout) - 1)), *node.args[1:])
+    layout = joined_layouts([masking.layout(grad), (*masking.layout(indices), None)])
+    node.args = (masking.masked(node, grad, 0, range(len(layout) - 1), layout), *node.args[1:])
     return (None, layout[-1])
 
 
@@ -68,7 +68,7 @@ def _index_put(masking: Masking, node: Any) -> Layout:
     target = _indexed(masking.layout(x), indices, masking)
     if grown:
         require(len(masking.layout(values)) == len(target), "its values are broadcast")
-        values = masking.masked(node, values)
+        values = masking.masked(node, values, layout=joined_layouts([masking.layout(values), target]))
     node.args = (x, _counted_from_start(masking, node, x, indices), values, *node.args[3:])
     return masking.layout(x)
 

@@ -13,17 +13,16 @@ from graphacc.passes.lengths.operands import arguments, dim_of, joined_layouts, 
 
 aten, ops, prims = torch.ops.aten, torch.ops.graphacc, torch.ops.prims
 
-_OF_TENSORS = {aten.mul.Scalar: aten.mul.Tensor, aten.div.Scalar: aten.div.Tensor, aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor}
-_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_ARITHMETIC = ("add", "sub", "mul", "div")
 
 @rule("pointwise", *of_kind(OpKind.SAME, OpKind.CAST), prims.div.default)
 def _pointwise(masking: Masking, node: Any) -> Layout:
     """Numbers that count elements are those of the real length."""
     layout = joined_layouts([masking.layout(x) for x in operands(node)])
     if numbers := masking.numbers(node):
-        node.target = _OF_TENSORS.get(node.target, node.target)
         floating = all(x.meta["val"].is_floating_point() for x in operands(node))
-        require(node.target in _ARITHMETIC and floating and not node.kwargs and max(numbers) < len(node.args), "a number in it depends on the length")
+        require(node.target.overloadpacket.__name__ in _ARITHMETIC and floating and not node.kwargs and max(numbers) < len(node.args), "a number in it depends on the length")
+        node.target = node.target.overloadpacket.Tensor
         node.args = tuple(masking.number(numbers[i]) if i in numbers else arg for i, arg in enumerate(node.args))
     return layout
 
@@ -127,11 +126,9 @@ def _slice_scatter(masking: Masking, node: Any) -> Layout:
     layout: list[Any] = list(masking.layout(x))
     given: list[Any] = list(masking.layout(part))
     dim, start = dim_of(dim, len(layout)), start or 0
-    whole: Any = layout[dim]
-    taken: Any = given[dim]
-    if whole is not None or taken is not None:
-        fixed = step == 1 and start >= 0 and masking.number_at(node, 3) is None and whole is not None and whole.factor == 1
-        require(fixed and (taken is None or start + taken.offset == whole.offset), "it replaces a part that does not end with the sequence")
+    if layout[dim] is not None or given[dim] is not None:
+        fixed = step == 1 and start >= 0 and masking.number_at(node, 3) is None and layout[dim] is not None and layout[dim].factor == 1
+        require(fixed and (given[dim] is None or start + given[dim].offset == layout[dim].offset), "it replaces a part that does not end with the sequence")
     given[dim] = None
     return joined_layouts([tuple(layout), tuple(given)])
 

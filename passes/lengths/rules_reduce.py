@@ -8,7 +8,7 @@ import torch
 from graphacc.passes.edit import shape_of
 from graphacc.passes.lengths.layout import Layout, joined
 from graphacc.passes.lengths.mask import Masking, rule
-from graphacc.passes.lengths.operands import dim_of, joined_layouts, known, require
+from graphacc.passes.lengths.operands import arguments, dim_of, joined_layouts, known, require
 
 aten, ops, prims = torch.ops.aten, torch.ops.graphacc, torch.ops.prims
 
@@ -65,6 +65,17 @@ def _cumulative(masking: Masking, node: Any) -> Layout:
     return layout
 
 
+@rule(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default)
+def _along_another_dim(masking: Masking, node: Any) -> "Layout | list[Layout]":
+    """What goes along one dim, if that is no length."""
+    given = dict(zip((item.name for item in node.target._schema.arguments), arguments(node)))
+    dim, layout = given["dim"], list(masking.layout(node.args[0]))
+    require(dim is not None and layout and layout[dim_of(dim, len(layout))] is None, "it goes along the sequence")
+    if "keepdim" in given and not given["keepdim"]:
+        del layout[dim_of(dim, len(layout))]
+    return tuple(layout) if isinstance(node.meta["val"], torch.Tensor) else [tuple(layout)] * len(node.meta["val"])
+
+
 # Products
 
 
@@ -73,8 +84,9 @@ def _product(masking: Masking, node: Any) -> Layout:
     a, b = node.args
     left, right = masking.layout(a), masking.layout(b)
     batch = joined_layouts([left[:-2], right[:-2]])
-    if joined(left[-1], right[-2]) is not None:
-        node.args = (masking.masked(node, a, 0, [len(left) - 1]), masking.masked(node, b, 0, [len(right) - 2]))
+    if (length := joined(left[-1], right[-2])) is not None:
+        rows = masking.masked(node, a, 0, [len(left) - 1], (*left[:-1], length))
+        node.args = (rows, masking.masked(node, b, 0, [len(right) - 2], (*right[:-2], length, right[-1])))
     return (*batch, left[-2], right[-1])
 
 
@@ -93,7 +105,9 @@ def _convolution_backward(masking: Masking, node: Any) -> list[Layout]:
     grad, x, weight, _, stride, _, _, transposed, _, _, _ = node.args
     layout = masking.layout(x)
     _check_convolution(layout, stride, transposed, masking, node)
-    node.args = (masking.masked(node, grad), masking.masked(node, x), *node.args[2:])
+    given = masking.layout(grad)
+    batch = joined(given[0], layout[0])
+    node.args = (masking.masked(node, grad, layout=(batch, *given[1:])), masking.masked(node, x, layout=(batch, *layout[1:])), *node.args[2:])
     return [layout, (None,) * len(shape_of(weight)), (None,)]
 
 

@@ -89,8 +89,11 @@ class Attention(nn.Module):
     def __init__(self, causal: bool):
         super().__init__()
         self.conv, self.project, self.out, self.causal = nn.Conv1d(D, D, 3, padding=1), nn.Linear(D, 3 * D), nn.Linear(D, 4), causal
+        self.table = nn.Parameter(torch.randn(5, D))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(x.shape[0] * x.shape[1] // B, dtype=torch.int64).expand(B, -1).reshape(-1) % 5
+        constant = F.embedding(tokens, self.table).sum() + (x.reshape(-1, D) @ self.table.t()).sum()  # gradients that are constants along a flattened sequence
         x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
         q, k, v = self.project(x).chunk(3, -1)
         scores = q @ k.transpose(1, 2) / D**0.5
@@ -99,7 +102,7 @@ class Attention(nn.Module):
         found = F.dropout(scores.softmax(-1), 0.3) @ v
         found = F.dropout(found.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None], 0.1)
         first, mean, most = self.out(found[:, 0]), self.out(found.mean(1)), self.out(found.amax(1))
-        return F.mse_loss(self.out(found), target) + (first * mean * most).sum() / x.shape[1] + found[:, 1:].square().mean()
+        return F.mse_loss(self.out(found), target) + (first * mean * most).sum() / x.shape[1] + found[:, 1:].square().mean() + constant / 50
 
 
 @pytest.mark.parametrize("causal", [False, True])
