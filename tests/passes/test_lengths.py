@@ -92,8 +92,9 @@ class Attention(nn.Module):
         self.table = nn.Parameter(torch.randn(5, D))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        tokens = torch.arange(x.shape[0] * x.shape[1] // B, dtype=torch.int64).expand(B, -1).reshape(-1) % 5
-        constant = F.embedding(tokens, self.table).sum() + (x.reshape(-1, D) @ self.table.t()).sum()  # gradients that are constants along a flattened sequence
+        tokens = torch.arange(x.shape[0] * x.shape[1] // B, dtype=torch.int64).expand(B, -1).t().reshape(-1) % 5
+        flat = x.transpose(0, 1).reshape(-1, D)  # [T * B, D]
+        constant = F.embedding(tokens, self.table).sum() + (flat @ self.table.t()).sum()  # their gradients are constants along the flattened sequence
         x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
         q, k, v = self.project(x).chunk(3, -1)
         scores = q @ k.transpose(1, 2) / D**0.5
