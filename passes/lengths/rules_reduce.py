@@ -69,7 +69,8 @@ def _cumulative(masking: Masking, node: Any) -> Layout:
 def _along_another_dim(masking: Masking, node: Any) -> "Layout | list[Layout]":
     """What goes along one dim, if that is no length."""
     given = dict(zip((item.name for item in node.target._schema.arguments), arguments(node)))
-    dim, layout = given["dim"], list(masking.layout(node.args[0]))
+    dim: Any = given["dim"]
+    layout = list(masking.layout(node.args[0]))
     require(dim is not None and layout and layout[dim_of(dim, len(layout))] is None, "it goes along the sequence")
     if "keepdim" in given and not given["keepdim"]:
         del layout[dim_of(dim, len(layout))]
