@@ -68,7 +68,7 @@ def _cumulative(masking: Masking, node: Any) -> Layout:
 @rule(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default)
 def _along_another_dim(masking: Masking, node: Any) -> "Layout | list[Layout]":
     """What goes along one dim, if that is no length."""
-    given = dict(zip((item.name for item in node.target._schema.arguments), arguments(node)))
+    given: dict[str, Any] = dict(zip((item.name for item in node.target._schema.arguments), arguments(node)))
     dim: Any = given["dim"]
     layout = list(masking.layout(node.args[0]))
     require(dim is not None and layout and layout[dim_of(dim, len(layout))] is None, "it goes along the sequence")
