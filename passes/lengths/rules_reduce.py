@@ -71,9 +71,10 @@ def _along_another_dim(masking: Masking, node: Any) -> "Layout | list[Layout]":
     given: dict[str, Any] = dict(zip((item.name for item in node.target._schema.arguments), arguments(node)))
     dim: Any = given["dim"]
     layout = list(masking.layout(node.args[0]))
-    require(dim is not None and layout and layout[dim_of(dim, len(layout))] is None, "it goes along the sequence")
+    place = -1 if dim is None else dim_of(dim, len(layout))
+    require(layout and place >= 0 and layout[place] is None, "it goes along the sequence")
     if "keepdim" in given and not given["keepdim"]:
-        del layout[dim_of(dim, len(layout))]
+        del layout[place]
     return tuple(layout) if isinstance(node.meta["val"], torch.Tensor) else [tuple(layout)] * len(node.meta["val"])
 
 
