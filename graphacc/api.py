@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from graphacc._compat.probes import META_MODELS, has, why_not_at_all, why_off
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
+from graphacc.loop.buckets import SHORTEST_BUCKET, why_not_under
 from graphacc.loop.choice import Choice
 from graphacc.loop.engine import Engine, Options
 from graphacc.loop.fallback import CHOICES
@@ -45,6 +46,8 @@ def compile(
     keep_gradients: bool = False,
     batch: str = "global",
     batch_dims: Mapping[str, int | None] | None = None,
+    bucket_lengths: Sequence[int] | None = None,
+    length_dims: Mapping[str, int | Sequence[int] | None] | None = None,
     annotations: Annotations | None = None,
     cache_dir: str | None = "default",
     fast_compile: bool = False,
@@ -66,7 +69,7 @@ def compile(
         strategy: how the step is spread over devices, as a `Strategy` or as text ("dp=2,fsdp=4"); "auto" searches the fastest one that
             fits into the devices' memory, "auto,tp=2" with what is pinned (`graphacc.plan` says more, and needs no devices); a plan, or
             the path of one that ends in ".json", is replayed. Default: as "auto", and ``fsdp`` over all devices, which is said, where
-            nothing can be searched or nothing is predicted to fit.
+            nothing can be searched or nothing is predicted to fit; with `bucket_lengths` or ``batch="local"`` it is ``fsdp``, too.
         devices: number of devices; on CPU they are virtual and made on demand. Default: what the strategy needs, else all.
         precision: "fp32", or "bf16" to compute in bf16 with fp32 parameters; overrides the strategy's.
         capture: "fx" captures operators in a torch.fx graph; "lazy" records HLO with PyTorch/XLA's lazy tensors (needs torch_xla 2.9),
@@ -84,6 +87,11 @@ def compile(
             Results and losses are those of the whole batch in both.
         batch_dims: path of a batch tensor, such as "model.kwargs['src']" -> the dim along which it is split over the data axes, or None
             to give every device all of it. Default: dim 0. Any choice gives the same result; a good one is faster.
+        bucket_lengths: lengths to which batches are padded, such as (64, 128, 256), so that there is one program for each of them instead of one
+            for each length. Losses, gradients and results are those of the unpadded batch: the program masks the padding wherever an operator would
+            take it into a result. Where it cannot, and beyond the largest of these lengths, a batch is compiled for its own length, which is said.
+        length_dims: path of a batch tensor, such as "model.args[0]" -> the dim (or dims) that is such a length, or None. Default: dim 1 of the first tensor
+            of integers (of any numbers, if there is none) and of whatever else has its size there, and dim 1 of further tensors of integers.
         annotations: pattern of parameter names -> how they are split: ``{"*.q_proj.weight": graphacc.P("tp", None)}``. A pin: what is
             not annotated is decided by the policy of the strategy's axes (``print(model.strategy)`` shows both).
         cache_dir: directory of the persistent compile cache ("default": the user's cache directory); None turns it off.
@@ -129,12 +137,16 @@ def compile(
     seed = seed_of_torch() if seed is None else seed & 0xFFFFFFFF
     if capture == "torch_xla":
         asked = dict(verify=verify, max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
-        asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None)
+        asked |= dict(nan_loss=nan_loss if nan_loss == "stop" else None, batch=batch if batch == "local" else None, bucket_lengths=bucket_lengths)
         _check_not_asked(capture, asked)
         alone, _ = _choose_strategy(model, strategy, 1 if devices is None else devices, precision)
         return run_on_torch_xla(model, alone, seed=seed)
     if not any(True for _ in model.parameters()):
         log.warning("graphacc: %s has no parameters, so there is nothing to train in it: compile the module that holds the layers", type(model).__name__)
+    if bucket_lengths is not None and isinstance(strategy, str) and _is_auto(strategy):
+        raise StrategyError(f"bucket_lengths with strategy={strategy!r}: a search knows one length; name the strategy, such as fsdp=8")
+    if strategy is None and (bucket_lengths is not None or batch == "local"):
+        strategy = Strategy(fsdp=available_devices() if devices is None else devices)  # a search knows one length, and takes batches for whole
     chosen, choice = _choose_strategy(model, strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
@@ -153,7 +165,16 @@ def compile(
         local_batch=batch == "local",
         seed=seed,
     )
-    options = Options(seed=seed, follows_torch=follows_torch, max_grad_norm=max_grad_norm, nan_loss=nan_loss, keep_gradients=keep_gradients, capture=capture)
+    options = Options(
+        seed=seed,
+        follows_torch=follows_torch,
+        max_grad_norm=max_grad_norm,
+        nan_loss=nan_loss,
+        keep_gradients=keep_gradients,
+        capture=capture,
+        bucket_lengths=_checked_lengths(bucket_lengths, length_dims, chosen, batch),
+        length_dims={path: () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims) for path, dims in (length_dims or {}).items()},
+    )
     engine = Engine(model, programs, options, choice)
     engine.verifier.request(verify)
     attach(model, engine)
@@ -298,6 +319,22 @@ def _with_nodes(strategy: Strategy) -> Strategy:
     if not strategy.quantized_gradients or strategy.node_size is not None or strategy.hpz > 1 or distributed.process_count() == 1:
         return strategy
     return strategy.replace(node_size=math.gcd(strategy.fsdp, max(1, local_devices // (strategy.tp * strategy.cp * strategy.ep))))
+
+
+def _checked_lengths(lengths: Sequence[int] | None, dims: Mapping[str, object] | None, strategy: Strategy, batch: str) -> tuple[int, ...]:
+    """The lengths of the buckets; raises StrategyError where they make no sense, or cannot be had."""
+    if lengths is None:
+        if dims:
+            raise StrategyError("length_dims says which dims bucket_lengths pads: give bucket_lengths, too")
+        return ()
+    found = tuple(lengths)
+    if not found or any(type(length) is not int or length < SHORTEST_BUCKET for length in found) or sorted(set(found)) != list(found):
+        raise StrategyError(f"bucket_lengths={lengths!r}: give ascending whole numbers from {SHORTEST_BUCKET}, such as (64, 128, 256)")
+    if (why := why_not_under(strategy)) is not None:
+        raise StrategyError(why)
+    if batch == "local":
+        raise StrategyError('bucket_lengths with batch="local": processes could see other lengths; use batch="global", or pad the batches yourself')
+    return found
 
 
 def _check_not_asked(capture: str, options: Mapping[str, object]) -> None:

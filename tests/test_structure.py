@@ -102,6 +102,7 @@ OWN_OPERATORS = {
     "graphacc/costs/memory.py": "what XLA fuses, and what it computes once for each reader",
     "graphacc/costs/work.py": "FLOPs of the operators that torch's registry does not know",
     "graphacc/loop/decisions.py": "operators whose results have sizes that follow from values",
+    "passes/lengths/rules_reduce.py": "what each reduction may read in the place of padding",
 }
 """Module -> why it has a collection of more than MAX_OPERATORS operators of its own: what it does with them, no fact about them."""
 

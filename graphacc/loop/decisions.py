@@ -147,13 +147,23 @@ class Recorder(_WithMasks):
         earlier: logs of the calls before, whose results code inside may read.
         answering: gives the answers; None where there are none.
         add_input: (a tensor whose shape depends on values) -> (External, fake tensor).
+        notes_operators: `operators` gets every operator that runs, its arguments that are no tensors, and the sizes of its results.
     """
 
-    def __init__(self, leaves: "Iterable[tuple[Tensor, External | Param]]", earlier: Sequence[Log], answering: Answering | None, add_input: Callable):
+    def __init__(
+        self,
+        leaves: "Iterable[tuple[Tensor, External | Param]]",
+        earlier: Sequence[Log],
+        answering: Answering | None,
+        add_input: Callable,
+        notes_operators: bool = False,
+    ):
         super().__init__(Masks(can_ask=answering is not None, note_one_hot=self._note_one_hot))
         self.log = Log()
         self.reads: list[Read] = []
         self.bounds: list[Bound] = []
+        self.operators: list = []
+        self._notes_operators = notes_operators
         self._earlier = earlier
         self._answering = answering
         self._add_input = add_input
@@ -180,6 +190,10 @@ class Recorder(_WithMasks):
         for index, allowed in indices_of(func, args, kwargs):
             self._note_bound(func._schema.name.removeprefix("aten::"), index, allowed)
         result = func(*args, **kwargs)
+        if self._notes_operators and func.namespace != "prim" and func is not aten.clone.default:  # questions for attributes; a copy, where strides ask for one
+            self.operators.append(aten.view.default if func is aten._unsafe_view.default else func)
+            self.operators += [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+            self.operators += [size for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) for size in leaf.shape]
         if follows and not written & self._sources:
             self._note(func, places, spec, result, written)
         elif written:

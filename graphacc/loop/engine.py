@@ -25,6 +25,7 @@ from graphacc.capture.guards import no_python_randomness
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
+from graphacc.loop.buckets import Buckets
 from graphacc.loop.by_pytorch import ByPyTorch
 from graphacc.loop.choice import Choice
 from graphacc.loop.deferred import Deferred
@@ -56,6 +57,9 @@ log = logging.getLogger("graphacc")
 MAX_TEMPLATES = 8
 """Finished recordings that a new one is compared with."""
 
+MAX_BUCKETED_TEMPLATES = 64
+"""The same where every length makes another one, which programs share."""
+
 MAX_FORMS = 8
 """Shapes of calls without gradients for which programs are compiled; with further ones PyTorch runs them on the host."""
 
@@ -74,6 +78,8 @@ class Options:
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
     keep_gradients: bool = False  # gradients stay after a step, as PyTorch's do, at the cost of their memory
     capture: str = "auto"  # "fx", "lazy", or "auto": lazy tensors where torch.fx refuses
+    bucket_lengths: tuple[int, ...] = ()  # lengths that batches are padded to, ascending
+    length_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # path of a batch tensor -> its dims that are lengths
 
 
 class Engine:
@@ -91,6 +97,7 @@ class Engine:
         self.handles = manage(self, model)
         self.fakes = Fakes(model, self.handles)
         self.execution = Execution(self)
+        self.buckets = Buckets(self, options.bucket_lengths, options.length_dims) if options.bucket_lengths else None
         self.gradients = Gradients(self)
         self.by_pytorch = ByPyTorch(self)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
@@ -575,7 +582,7 @@ class Engine:
         """Keep a finished recording to recognise later ones, which follow the first of those that are kept."""
         found = tape.as_template()
         others = [template for template in self.recent if not template.is_like(found)]
-        self.recent = [found, *others][:MAX_TEMPLATES]
+        self.recent = [found, *others][: MAX_TEMPLATES if self.buckets is None else MAX_BUCKETED_TEMPLATES]
 
     # ---- running
 

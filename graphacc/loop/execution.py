@@ -12,6 +12,7 @@ from torch import Tensor
 from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.graph import Kind
 from graphacc.loop import build, collector, offload
+from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import BatchForms, Compiled
 from graphacc.loop.promise import written_too_early
@@ -20,6 +21,9 @@ from graphacc.loop.tape import Tape
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
     from graphacc.loop.step_logger import StepLogger
+
+_OF_FORWARD = ("step", "grad", "forward")
+"""Kinds of programs that have a forward part."""
 
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
@@ -39,13 +43,24 @@ class Execution:
         self._joints: dict[tuple, build.Step] = {}
 
     def joint(self, tape: Tape) -> build.Step:
-        key = (self.engine.fallback.backend.name, tape.forward_key, tape.loss, tuple(tape.outputs))
+        code = tape.forward_key if tape.bucket is None else tape.bucket
+        key = (self.engine.fallback.backend.name, code, tape.loss, tuple(tape.outputs))
         if key not in self._joints:
-            strategy = self.engine.programs.strategy
-            self._joints[key] = self.capture(build.joint_graph, tape, tape.outputs, strategy.precision, strategy.microbatches)
+            capture = self._joint_capture(tape)
+            self._joints[key] = capture(tape) if tape.bucket is None else tape.bucket.take(_joint_program(tape), capture)
             while len(self._joints) > MAX_JOINTS:
                 self._joints.pop(next(iter(self._joints)))
         return self._joints[key]
+
+    def _joint_capture(self, tape: Tape) -> Callable[[Tape], build.Step]:
+        """Captures forward and backward of a recording with the results of this one."""
+        strategy = self.engine.programs.strategy
+        return lambda like: self.capture(build.joint_graph, like, tape.outputs, strategy.precision, strategy.microbatches)
+
+    def settle_length(self, tape: Tape) -> None:
+        """Give a recording that has a backward its bucket of lengths, if it has one."""
+        if self.engine.buckets is not None:
+            self.engine.buckets.settle(tape, _joint_program(tape), self._joint_capture(tape))
 
     def _choose(self, tape: Tape, update: Callable[[], build.Step] | None = None) -> None:
         """Search the strategy, if that is still to be done; captures are kept for the program."""
@@ -56,13 +71,20 @@ class Execution:
         """Compute values of the forward part."""
         self.engine.settle_buffers(ahead=tape)
         wanted = [index for index in outputs if not tape.has_value(index)]
+        program = ("forward", tuple(wanted), keep_buffers)
+
+        def capture(like: Tape) -> build.Step:
+            return self.capture(build.forward_graph, like, wanted, self.engine.programs.strategy.precision, keep_buffers)
+
+        if self.engine.buckets is not None:
+            self.engine.buckets.settle(tape, program, capture)
         compiled = self.program(
             "forward",
             {**self.forward_aspects(tape), "results": tuple(wanted), "buffers kept": keep_buffers},
-            lambda: self.capture(build.forward_graph, tape, wanted, self.engine.programs.strategy.precision, keep_buffers),
+            lambda: capture(tape) if tape.bucket is None else tape.bucket.take(program, capture),
         )
         with self.engine.verifier.watching(compiled, tape, outputs=wanted, keep_buffers=keep_buffers):
-            self._fulfil(tape, self._run(compiled, tape))
+            self._fulfil(tape, self._run(compiled, tape), program)
 
     def run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
@@ -84,7 +106,8 @@ class Execution:
             self._mark_stale(compiled)
             tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
             for index in tape.outputs:
-                tape.fulfil(index, build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index]))
+                fetch = build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index])
+                tape.fulfil(index, _cut(tape, _joint_program(tape), index, fetch))
             self.engine.gradients.accumulated |= set(tape.grad_bindings)
             tape.has_run = True
 
@@ -106,6 +129,8 @@ class Execution:
     def run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
         """The whole step in one program."""
         code = self._gradient_code(tape, names)
+        if tape.bucket is not None and reads_lengths(tape, code):
+            tape.bucket = None
         captured = functools.cache(lambda backend: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic))
         update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
         self._choose(tape, update)
@@ -116,7 +141,7 @@ class Execution:
         )
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
-            self._fulfil(tape, self._run(compiled, tape, binding=binding))
+            self._fulfil(tape, self._run(compiled, tape, binding=binding), _joint_program(tape))
         self._after_update(binding)
         self.engine.gradients.pending = None
         self.engine.close(tape)
@@ -209,6 +234,8 @@ class Execution:
 
     def forward_aspects(self, tape: Tape) -> dict[str, object]:
         code, batch = tape.forward_key
+        if tape.bucket is not None:
+            code, batch = tape.bucket.code, tuple((index, *tape.bucket.tape.external_key(index)) for index, *_ in batch)
         batch = BatchForms.of(batch, tuple(tape.external_paths[index] for index, *_ in batch))
         return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
 
@@ -234,8 +261,13 @@ class Execution:
         feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, microbatch or 0), tape.counter & 0xFFFFFFFF]}
         if compiled.draws:
             self.engine.keys.note_draws()
+        padded = tape.bucket if compiled.kind in _OF_FORWARD else None
+        if padded is not None:
+            feeds |= {(Kind.BATCH, target): length for target, length in padded.length_inputs(tape).items()}
         for index, path in enumerate(tape.external_paths):
             tensor = tape.external(index)
+            if padded is not None:
+                tensor = padded.pad(index, tensor)
             if microbatch is not None:
                 tensor = build.microbatch(tensor, tape, self.engine.programs.strategy.microbatches, microbatch)
             feeds[Kind.BATCH, path] = tensor
@@ -282,9 +314,28 @@ class Execution:
             self.engine.handles[name].let_go()
         binding.state_on_device = True
 
-    def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]]) -> None:
+    def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]], program: tuple | None = None) -> None:
+        """Note where the results of a program are.
+
+        Args:
+            program: of the recording's bucket, if it has one.
+        """
         for (kind, target), fetch in fetched.items():
-            tape.fulfil(tape.loss if kind is Kind.LOSS else int(target), fetch)
+            index = tape.loss if kind is Kind.LOSS else int(target)
+            tape.fulfil(index, _cut(tape, program, index, fetch))
+
+
+def _joint_program(tape: Tape) -> tuple:
+    """What tells forward and backward of a recording from other programs of it."""
+    return ("joint", tape.loss, tuple(tape.outputs))
+
+
+def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A function that fetches a value without the padding of the recording's bucket."""
+    if tape.bucket is None or program is None:
+        return fetch
+    layout = tape.bucket.results[program].get(str(index), ())
+    return Cut(fetch, layout, tape.bucket.lengths_of(tape)) if any(layout) else fetch
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:

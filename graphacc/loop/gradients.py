@@ -36,6 +36,7 @@ class Gradients:
         with self.engine.lock:
             self._settle_pending()
             tape.outputs = tape.live()
+            self.engine.execution.settle_length(tape)
             try:
                 joint = self.engine.fallback.attempt(lambda: self.engine.execution.joint(tape))
             except NOT_COMPILED as error:

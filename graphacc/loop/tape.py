@@ -28,6 +28,7 @@ from graphacc.loop.managed import handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
+    from graphacc.loop.buckets import Bucket
     from graphacc.loop.engine import Engine
     from graphacc.loop.regions import Region
 
@@ -89,6 +90,7 @@ class Call:
     reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
     log: Log | None = None  # what later calls need to know to ask for values
     bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
+    operators: tuple = ()  # what it ran on fake tensors, and with which numbers, where lengths are bucketed
     unused: frozenset[int] = frozenset()  # tensors from outside that require a gradient, and get none from any result
 
     @property
@@ -130,6 +132,7 @@ class Tape:
         self.closed = False
         self.overwritten: str | None = None  # the parameter whose value was written before a backward
         self.is_eager = False  # its values are ordinary results of PyTorch's autograd
+        self.bucket: Bucket | None = None  # whose programs run it, padded
         self.region: Region | None = None  # that gave them, if it was not PyTorch
         self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
         self.differentiable: set[int] = set()  # externals that do
@@ -508,6 +511,7 @@ class Tape:
             reads=reads,
             log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
             bounds=bounds,
+            operators=() if recorder is None else tuple(recorder.operators),
             unused=self._unused(fakes, refs, leaves),
         )
         self._keep_variant(variants, reads, call)
@@ -547,7 +551,7 @@ class Tape:
         leaves = [(fake, ref) for fake, ref in leaves if id(fake) not in numbers]
         logs = [call.log for call in self.calls if call.log is not None]
         answering = Answering(self._real) if engine.answers_reads else None
-        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, answering, add_input)
+        return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, answering, add_input, engine.buckets is not None)
 
     def _check_writes(
         self, refs: tuple, given: Sequence, fakes: Sequence, written: Sequence[int], results: Sequence

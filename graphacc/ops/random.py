@@ -54,9 +54,12 @@ def random_bits(key: Tensor, stream: int, size: list[int], global_size: list[int
     Returns:
         int64 tensor of shape `size` with values in [0, 2**32).
     """
-    words = (key[0] & _MASK, key[1] & _MASK)
+    return _bits(key[0], key[1], _linear_index(size, global_size, start, key.device), stream)
+
+
+def _bits(word0: Tensor, word1: Tensor, index: Tensor, stream: int) -> Tensor:
+    words = (word0 & _MASK, word1 & _MASK)
     derived = _threefry2x32(words, torch.full_like(words[0], stream & _MASK), torch.full_like(words[0], stream >> 32))
-    index = _linear_index(size, global_size, start, key.device)
     x0, x1 = _threefry2x32(derived, index >> 32, index & _MASK)
     return x0 ^ x1
 
@@ -76,3 +79,34 @@ def random_uniform(key: Tensor, stream: int, size: list[int], global_size: list[
 @random_uniform.register_fake
 def _(key, stream, size, global_size, start):
     return key.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("graphacc::random_bits_at", mutates_args=(), tags=(torch.Tag.pointwise,))  # type: ignore[call-overload]  (the stub knows no tags)
+def random_bits_at(word0: Tensor, word1: Tensor, index: Tensor, stream: int) -> Tensor:
+    """The numbers that `random_bits` has at indices of the global tensor, where its shape is known only when the program runs.
+
+    Args:
+        word0, word1: the key's words, int64, 0-d.
+        index: int64, row-major in the global tensor.
+        stream: as for `random_bits`.
+
+    Returns:
+        int64 tensor of the shape of `index` with values in [0, 2**32).
+    """
+    return _bits(word0, word1, index, stream)
+
+
+@random_bits_at.register_fake
+def _(word0, word1, index, stream):
+    return index.new_empty(index.shape)
+
+
+@torch.library.custom_op("graphacc::random_uniform_at", mutates_args=(), tags=(torch.Tag.pointwise,))  # type: ignore[call-overload]  (the stub knows no tags)
+def random_uniform_at(word0: Tensor, word1: Tensor, index: Tensor, stream: int) -> Tensor:
+    """The numbers of `random_uniform`; arguments as for `random_bits_at`."""
+    return (_bits(word0, word1, index, stream) >> 8).to(torch.float32) * 2.0**-24
+
+
+@random_uniform_at.register_fake
+def _(word0, word1, index, stream):
+    return index.new_empty(index.shape, dtype=torch.float32)

@@ -78,6 +78,9 @@ KEY = torch.tensor([0xDEADBEEF, 2**32 + 12345])
 def test_random_numbers_are_bit_identical(stream, size):
     _same_bits(lambda key: ops.random_bits(key, stream, size, size, None), KEY)
     _same_bits(lambda key: ops.random_uniform(key, stream, size, size, None), KEY)
+    index = torch.randint(2**40, size, generator=torch.Generator().manual_seed(0))
+    _same_bits(lambda key, index: ops.random_bits_at(key[0], key[1], index, stream), KEY, index)
+    _same_bits(lambda key, index: ops.random_uniform_at(key[0], key[1], index, stream), KEY, index)
 
 
 @pytest.mark.parametrize("whole", [[8, 6], [2**20, 2**14]])

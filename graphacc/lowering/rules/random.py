@@ -55,9 +55,13 @@ def _linear_index(size, global_size, start):
 
 def _bits(key, stream, size, global_size, start):
     """uint32 array of shape `size`."""
-    seed = key.astype(np.uint32)
-    derived = _threefry2x32((seed[0], seed[1]), np.uint32(stream & _MASK), np.uint32(stream >> 32))
-    high, low = _threefry2x32(derived, *_words(_linear_index(size, global_size, start)))
+    return _bits_at(key[0], key[1], _linear_index(size, global_size, start), stream)
+
+
+def _bits_at(word0, word1, index, stream):
+    """uint32 array of the shape of `index`, which is unsigned."""
+    derived = _threefry2x32((word0.astype(np.uint32), word1.astype(np.uint32)), np.uint32(stream & _MASK), np.uint32(stream >> 32))
+    high, low = _threefry2x32(derived, *_words(index))
     return high ^ low
 
 
@@ -68,7 +72,21 @@ def _random_bits(ctx, key, stream, size, global_size, start):
 
 @register("graphacc.random_uniform.default")
 def _random_uniform(ctx, key, stream, size, global_size, start):
-    return (_bits(key, stream, size, global_size, start) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    return _uniform(_bits(key, stream, size, global_size, start))
+
+
+def _uniform(bits):
+    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+@register("graphacc.random_bits_at.default")
+def _random_bits_at(ctx, word0, word1, index, stream):
+    return _bits_at(word0, word1, index.astype(np.uint64), stream).astype(np.int64)
+
+
+@register("graphacc.random_uniform_at.default")
+def _random_uniform_at(ctx, word0, word1, index, stream):
+    return _uniform(_bits_at(word0, word1, index.astype(np.uint64), stream))
 
 
 refuse(
