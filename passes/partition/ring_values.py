@@ -324,10 +324,14 @@ class Gradients:
             if x is not None:
                 pair[half] = self.ring.add(pair[half], x)
 
-    def _delivered(self, which: str, step: int, part: Node, dim: int) -> Pair:
-        """`part` for the low and for the high half; zeros for the one that was not chosen. All in the first where there are no halves."""
+    def _delivered(self, which: str, step: int, part: Node, dim: int, is_alike: bool = False) -> Pair:
+        """`part` for the low and for the high half; zeros for the one that was not chosen. All in the first where there are no halves.
+
+        Args:
+            is_alike: it is the gradient of one number for all places along `dim`. A half of one place has size 1, too.
+        """
         ring = self.ring
-        if not ring.causal or size(part, dim) == 1:
+        if not ring.causal or is_alike:
             return part, None
         if which == "chosen":
             zeros, earlier = ring.zeros(part), ring.earlier(step)
@@ -338,13 +342,18 @@ class Gradients:
         return (None, part) if which == "high" else (part, None)
 
     def _add_bias(self, block: Block, part: Node) -> None:
-        rows = self._delivered(block.queries, block.step, part, 2)
+        rows = self._delivered(block.queries, block.step, part, 2, self._is_alike(-2))
         for q_half, of_rows in enumerate(rows):
-            columns = (None, None) if of_rows is None else self._delivered(block.keys, block.step, of_rows, 3)
+            columns = (None, None) if of_rows is None else self._delivered(block.keys, block.step, of_rows, 3, self._is_alike(-1))
             for k_half, x in enumerate(columns):
                 if x is not None:
                     place = q_half, block.step, k_half
                     self.bias[place] = self.ring.add(self.bias.get(place), x)
+
+    def _is_alike(self, dim: int) -> bool:
+        """Whether the bias has one number for all queries (-2) or for all keys (-1)."""
+        shape = self.ring.values["bias"].meta["val"].shape
+        return len(shape) < -dim or shape[dim] == 1
 
     def results(self) -> list[Node]:
         """Gradients of q, k, v and the bias (of shape [0] if it takes none), local, in their dtypes."""
@@ -367,7 +376,7 @@ class Gradients:
         """All keys, in their order, for one half of the queries."""
         ring = self.ring
         some = next(part for place, part in self.bias.items() if place[0] == q_half)
-        if size(some, 3) == 1:
+        if self._is_alike(-1):
             total = None
             for place, part in self.bias.items():
                 total = ring.add(total, part) if place[0] == q_half else total

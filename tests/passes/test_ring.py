@@ -61,6 +61,12 @@ def test_bias(shape, right, ranks):
     check(attention(bias=random(*shape, seed=4)), ranks, right=right)
 
 
+@pytest.mark.parametrize("shape", [None, (1, H, 6, 6), (H, 1, 6), (B, 1, 6, 1), (1, H, 1, 1)])
+def test_halves_of_one_place(shape):
+    """Under a causal mask a rank has two halves: of six places and three ranks, one place each."""
+    check(attention(queries=6, keys=6, bias=None if shape is None else random(*shape, seed=4)), 3, right=0)
+
+
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 def test_dropout_with_a_bias(right):
     key = torch.tensor([3, 5], dtype=torch.int64)
