@@ -150,7 +150,7 @@ def test_the_example_under_torchrun(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert len([line for line in lines if line.startswith("loss: ")]) == 1 and lines[0].startswith("strategy: fsdp=8 on 8 devices"), lines
+    assert len([line for line in lines if line.startswith("loss: ")]) == 1 and lines[0].startswith("strategy: auto, searched at the first step, on 8 devices"), lines
     assert len(json.loads((tmp_path / "two.json").read_text())["losses"]) == 3
 
 
