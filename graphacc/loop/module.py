@@ -42,6 +42,10 @@ class CompiledModule(nn.Module):
 
     _graphacc_engine: Engine
 
+    def __new__(cls, *args, **kwargs):
+        """An ordinary module of the model's own class: what `type(model)(...)`, its class methods and slices of a Sequential make."""
+        return _original_class(cls)(*args, **kwargs)
+
     def __call__(self, *args, **kwargs):
         return untraced(self._graphacc_engine.call)(super().__call__, args, kwargs)
 

@@ -1708,3 +1708,29 @@ def test_views_of_gradients_that_as_strided_has_left_in_another_order():
     nn.init.normal_(reference.longformer.encoder.layer[0].attention.self.key.bias)  # gets no gradient but rounding noise
     model = assert_same(run, model=reference)
     assert [program.kind for program in model.programs] == ["step"]
+
+
+def unfrozen_by_slices(model):
+    """Slices of a Sequential and new instances of its class are ordinary modules; slices share the compiled model's parameters."""
+    model[:2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.2)
+    target = type(model)(*copy.deepcopy(list(model)))
+    losses = []
+    for i, (x, y) in enumerate(data()):
+        if i == 2:
+            model[:2].requires_grad_(True)
+            optimizer.add_param_group({"params": model[:2].parameters(), "lr": 0.1})
+        with torch.no_grad():
+            features = model[:2](x)
+        loss = F.cross_entropy(model(x), y) + F.mse_loss(model(x), target(x).detach()) + features.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_slices_and_instances_of_a_compiled_class():
+    model = assert_same(unfrozen_by_slices, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    for made in (model[:2], type(model)(nn.Tanh())):
+        assert type(made) is nn.Sequential
