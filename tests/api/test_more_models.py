@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import zoo
+from selection import with_matrix
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_parity, compiled
@@ -213,7 +214,7 @@ def batches_of(case: Case) -> list[dict]:
     return [case.batch(torch.Generator().manual_seed(seed)) for seed in range(STEPS)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_matrix(CASES, ["mamba", "recommender", "sequence_first", "parametrized"]))
 def test_sharded_training_gives_what_plain_pytorch_gives(name):
     case = CASES[name]
     torch.manual_seed(0)

@@ -41,8 +41,10 @@ class Odd(nn.Module):
         return zoo.Output(nn.functional.mse_loss(self.second(torch.tanh(self.first(x))), y), x)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("make", ["muon", "adafactor", "adamw"])
+ODD = [(make, zero) for make in ("muon", "adafactor", "adamw") for zero in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("make", "zero"), with_matrix(ODD, [("muon", 1), ("muon", 3), ("adafactor", 2), ("adamw", 3)]))
 def test_optimizers_that_are_not_element_wise_with_padded_parameters(make, zero):
     def optimizer(model):
         if make == "muon":

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from selection import with_matrix
 from tolerances import relative_error
 from torch import nn
 from training import compiled
@@ -178,8 +179,11 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", [None, "fsdp=8"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+CASES = [(loop, strategy) for loop in LOOPS for strategy in (None, "fsdp=8")]
+DEFAULT = [case for case in CASES if case[1] is None or case[0] in (gan, gradient_penalty, accumulated_with_recorded)]
+
+
+@pytest.mark.parametrize(("loop", "strategy"), with_matrix(CASES, DEFAULT), ids=[f"{loop.__name__}-{strategy or 'one device'}" for loop, strategy in CASES])
 def test_gradients_flow_as_in_pytorch(loop, strategy):
     torch.manual_seed(0)
     references = generator(), discriminator()

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from selection import with_matrix
 from torch import nn
 from training import compiled
 
@@ -80,11 +81,17 @@ def read_early(model, optimizer):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("loop", [plain, clipped, accumulated, read_early])
-@pytest.mark.parametrize(
-    "strategy, options",
-    [(None, {}), ("fsdp=2", {}), ("dp=2", {}), ("dp=2,microbatches=2", {}), (None, {"precision": "bf16"}), ("pp=2,microbatches=2", {})],
-)
+STRATEGIES = [(None, {}), ("fsdp=2", {}), ("dp=2", {}), ("dp=2,microbatches=2", {}), (None, {"precision": "bf16"}), ("pp=2,microbatches=2", {})]
+RIGHT = [(loop, strategy, options) for strategy, options in STRATEGIES for loop in (plain, clipped, accumulated, read_early)]
+DEFAULT = [
+    (loop, strategy, options)
+    for loop, strategy, options in RIGHT
+    if strategy == "fsdp=2" or (loop is plain and strategy is None) or (loop is accumulated and strategy in ("dp=2,microbatches=2", "pp=2,microbatches=2"))
+]
+"""Every loop under one strategy, and bf16, microbatches and stages."""
+
+
+@pytest.mark.parametrize("loop, strategy, options", with_matrix(RIGHT, DEFAULT))
 def test_a_right_loop_passes(loop, strategy, options):
     model = compiled(Net(), strategy, verify=3, **options)
     loop(model, adamw(model))

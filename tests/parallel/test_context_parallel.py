@@ -19,7 +19,7 @@ HEADS = TOKENS * zoo.HIDDEN * 4 // 2  # bytes of a rank's part of [B, H, T, D] i
 CASES = [(name, context) for name in ("gpt2", "llama", "qwen3_moe", "t5") for context in ("ulysses", "ring")]
 
 
-@pytest.mark.parametrize(("name", "context"), with_matrix(CASES, [*CASES[:2], ("qwen3_moe", "ulysses"), ("t5", "ring")]))
+@pytest.mark.parametrize(("name", "context"), with_matrix(CASES, [("gpt2", "ulysses"), ("t5", "ring")]))
 def test_training_equals_plain_pytorch(trained, name, context):
     """Every attention goes its way: T5's with its learned bias, and across encoder and decoder, also goes around the ring."""
     model = trained(name, f"cp=2,context={context}")

@@ -20,7 +20,7 @@ ACTIVATION = B * T * D * 4  # bytes of [B, T, D] in fp32
 
 STRATEGIES = ("tp=2", "tp=4", "tp=2,sequence_parallel=true")
 CASES = [(name, strategy) for name in ("gpt2", "llama", "qwen3_moe", "t5") for strategy in STRATEGIES]
-DEFAULT = [case for case in CASES if case[0] == "llama" or case in (("gpt2", "tp=2"), ("gpt2", STRATEGIES[2]), ("t5", "tp=2"))]
+DEFAULT = [("gpt2", "tp=2,sequence_parallel=true"), ("llama", "tp=4"), ("t5", "tp=2")]
 OTHERS = [("vit", "tp=2"), ("bert", "tp=2"), ("nn_transformer", "tp=2,sequence_parallel=true"), ("lstm_lm", "tp=2")]
 
 

@@ -25,14 +25,14 @@ def _param_bytes(name: str, *, trained: bool) -> int:
     return sum(4 * math.prod(item.shape) for item in params if item.trainable or not trained)
 
 
-@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "mixtral", "resnet", "clip", "lstm_lm", "tied_mlp"]))
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "mixtral", "resnet", "tied_mlp"]))
 def test_zero_3_on_four_ranks(name):
     (report,) = _check(name, "fsdp=4,zero=3")
     if name in INDEPENDENT:
         _assert_volume(report, name, gathers=2)
 
 
-@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "tied_mlp"]))
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "tied_mlp"]))
 def test_zero_2_with_replicas(name):
     fsdp, dp = _check(name, "dp=2,fsdp=2,zero=2")
     if name in INDEPENDENT:
@@ -41,7 +41,7 @@ def test_zero_2_with_replicas(name):
         assert dp.size_bytes("all_reduce") <= _param_bytes(name, trained=True) / 2 * 1.05 + 64  # gradients are reduced as shards
 
 
-@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "mixtral", "tied_mlp"]))
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet"]))
 def test_zero_2_is_zero_1_where_a_step_is_one_microbatch(name):
     """Gradients never leave the step, so tests/api/test_parity.py trains under one of the two."""
     case = shared_case(name)[0]
