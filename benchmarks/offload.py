@@ -1,10 +1,16 @@
-"""ZeRO-Offload: what a step costs, and what is left on the devices, with the optimizer's state on the host.
+"""ZeRO-Offload: what a step costs, what of the host's update the program hides, and what is left on the devices.
 
 One process, eight virtual CPU devices, the strategies in turn, so that all see the same machine. Bytes are those of one device in the compiled programs (arguments, and
 temporaries of the largest), and of the host for all devices. On CPU device and host are one memory and share the cores, so seconds say what the way to the host
 costs, not what a GPU gains.
 
-    python benchmarks/offload.py                  # a minute on two cores
+"tail / update" is what was left of an update when its program had ended, over what the update took (medians): 0 is hidden, 1 and more behind the program. "keep" is the
+same step whose gradients stay on the devices until their program has ended, as it is where something needs all of them first.
+
+The second table is about the bytes of one device while the step runs, as compiled, against two for every parameter, two buckets of gradients on their way, and the activations. These are
+predicted from the graph of "keep", where gradients are outputs and no temporaries; that program as compiled does not tell, as XLA uses the memory of outputs for temporaries before.
+
+    python benchmarks/offload.py                  # two minutes on two cores
     python benchmarks/offload.py --width 512 --rounds 20
 """
 
@@ -20,24 +26,45 @@ import torch
 import transformers
 
 import graphacc
+from graphacc.costs.memory import predict_memory
 from graphacc.graph import Kind
 
 DEVICES = 8
-STRATEGIES = ["fsdp=8", "fsdp=8,offload=optimizer", "fsdp=8,offload=optimizer,delay=1,delay_after=1"]
+STRATEGIES = ["fsdp=8", "fsdp=8,offload=optimizer", "fsdp=8,offload=optimizer,keep", "fsdp=8,offload=optimizer,delay=1,delay_after=1"]
+OPTIMIZER_BYTES = 16  # of a parameter in bf16 with its gradient, exact value and two moments
 
 
 class Run:
     """One model under one strategy."""
 
-    def __init__(self, strategy: str, args: argparse.Namespace):
+    def __init__(self, strategy: str, args: argparse.Namespace, devices: int = DEVICES):
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             vocab_size=2048, n_positions=128, n_embd=args.width, n_layer=args.layers, n_head=args.width // 32, use_cache=False, bos_token_id=0, eos_token_id=0,
             embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         self.strategy, self.seconds, self.losses = strategy, [], []
-        self.model = graphacc.compile(transformers.GPT2LMHeadModel(config), strategy=f"{strategy},precision={args.precision}", devices=DEVICES, cache_dir=None)
+        keep = strategy.endswith("keep")
+        text = f"{strategy.removesuffix('keep').rstrip(',')},precision={args.precision}"
+        self.model = graphacc.compile(transformers.GPT2LMHeadModel(config), strategy=text.lstrip(","), devices=devices, cache_dir=None, keep_gradients=keep)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the largest bucket of gradients on one device, before it is scattered; without buckets of the largest gradient."""
+        graph = self.model.programs[0].graph
+        scattered = [node.args[0].meta["val"] for node in graph.graph.nodes if str(node.target) == "_c10d_functional.reduce_scatter_tensor.default"]
+        kept = [parameter.numel() * 4 for parameter in self.model.parameters()]
+        return max([value.numel() * value.dtype.itemsize for value in scattered] or kept)
+
+    def tail(self) -> str:
+        offload = self.model._graphacc_engine.programs.offload
+        spans = [] if offload is None else [span for span in offload.spans[3:] if span.tail_seconds is not None]
+        if not spans:
+            return ""
+        tail, update = (1e3 * statistics.median(found) for found in zip(*((span.tail_seconds, span.update_seconds) for span in spans)))
+        return f"{tail:.1f} / {update:.1f} = {tail / update:.2f}"
 
     def step(self, ids: torch.Tensor) -> None:
         start = time.perf_counter()
@@ -53,9 +80,18 @@ class Run:
         median = statistics.median(self.seconds[3:])
         cells = [
             self.strategy, f"{1e3 * median:.1f}", f"{median / statistics.median(first.seconds[3:]):.2f}",
-            *(f"{held.get(kind, 0) / 1e6:.2f}" for kind in (Kind.PARAM, Kind.STATE, Kind.GRAD)), f"{memory.temporary_bytes / 1e6:.2f}", f"{memory.host_bytes / 1e6:.2f}", f"{self.losses[-1]:.4f}",
+            *(f"{held.get(kind, 0) / 1e6:.2f}" for kind in (Kind.PARAM, Kind.STATE, Kind.GRAD)), f"{memory.temporary_bytes / 1e6:.2f}", f"{memory.host_bytes / 1e6:.2f}", f"{self.losses[-1]:.4f}", self.tail(),
         ]  # fmt: skip
         return "| " + " | ".join(cells) + " |"
+
+
+def bytes_row(streamed: Run, kept: Run) -> str:
+    """The program that sends its gradients against two bytes per parameter, two buckets and the activations; under ZeRO-3 parameters are split, too."""
+    measured, activations = streamed.model.memory().measured_bytes, predict_memory(kept.model.programs[0].graph).temporary_bytes
+    parameters, buckets = 2 * streamed.num_parameters, 2 * streamed.largest_message
+    limit = parameters + buckets + activations
+    cells = [streamed.strategy or "one device", *(f"{size / 1e6:.2f}" for size in (OPTIMIZER_BYTES * streamed.num_parameters, measured, parameters, buckets, activations)), f"{measured / limit:.2f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -71,9 +107,16 @@ def main() -> None:
         for run in runs:
             run.step(ids)
     print(f"GPT-2 {args.layers} x {args.width}, {args.precision}, batch 16 x 128, {args.rounds} rounds; MB of one device between steps, temporaries of its largest program, MB of the host")
-    print("| strategy | ms a step | ratio | parameters | state | gradients | temporaries | host | last loss |\n|" + " --- |" * 9)
+    print("| strategy | ms a step | ratio | parameters | state | gradients | temporaries | host | last loss | tail / update, ms |\n|" + " --- |" * 10)
     for run in runs:
         print(run.row(runs[0]))
+    alone = [Run(strategy, args, devices=1) for strategy in ("offload=optimizer", "offload=optimizer,keep")]
+    for run in alone:
+        run.step(batches[0][:2])
+    print("\nMB of one device while the step runs")
+    print("| strategy | with the optimizer's state | measured | 2 N | 2 buckets | activations | measured over their sum |\n|" + " --- |" * 7)
+    print(bytes_row(*alone))
+    print(bytes_row(runs[1], runs[2]))
 
 
 if __name__ == "__main__":
