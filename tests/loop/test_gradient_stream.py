@@ -167,3 +167,19 @@ def test_a_program_that_fails_is_an_error_of_the_step(monkeypatch):
     monkeypatch.setattr(GradientStream, "ticket", property(lambda self: self.rows + torch.tensor([0, 100]), lambda self, rows: setattr(self, "rows", rows)), raising=False)
     with pytest.raises((HalfUpdated, jax.errors.JaxRuntimeError), match="the stream has 1 and"):
         train(model, optimizer, batches(1))
+
+
+def test_an_interrupt_of_the_wait_loses_no_update(monkeypatch):
+    """Ctrl-C in the middle of a step: the thread completes it, and what comes next has its parameters."""
+    reference = Net()
+    model = compiled(copy.deepcopy(reference), "fsdp=4,offload=optimizer")
+    optimizer, plain = adamw(model), adamw(reference)
+    with monkeypatch.context() as patched:
+        patched.setattr(GradientStream, "end_of_program", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, batches(1))
+    train(reference, plain, batches(1))
+    optimizer.zero_grad()
+    for its in (plain, optimizer):
+        its.param_groups[0]["lr"] = 1e-2
+    assert_equal(model, reference, train(model, optimizer, batches(2)), train(reference, plain, batches(2)))
