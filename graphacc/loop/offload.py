@@ -82,7 +82,7 @@ class Span:
     @property
     def tail_seconds(self) -> float | None:
         """What of the update was left when the program had ended."""
-        return None if self.program_end is None else self.end - self.program_end
+        return None if self.program_end is None else max(0.0, self.end - self.program_end)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, and minimum cuts; built by
+// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
 // tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <algorithm>
