@@ -49,6 +49,7 @@ class Kind(enum.Enum):
     KEY = "key"  # the random key of this step: int64[2] holding two 32-bit words (seed, counter)
     LOSS = "loss"  # output only: the loss, 0-d
     USER = "user"  # output only: a tensor that the user's loop still holds; target is its index
+    STREAM = "stream"  # of gradients that leave for the host while the program runs; see `graphacc.passes.stream`
     CROSS = "cross"  # a value that one program of a pipeline passes to another; target is the node that made it
 
     __hash__ = object.__hash__  # Enum's own is Python code, and every step looks up each of its values by kind and name

@@ -35,6 +35,7 @@ from graphacc.passes.partition.zero import zero_layouts
 from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
+from graphacc.passes.stream import stream_pass
 from graphacc.strategy.axes import CP, DP, EP, FSDP, TP
 from graphacc.strategy.spec import Strategy
 
@@ -48,6 +49,7 @@ def build_pipeline(
     homes: Mapping[str, int] = MappingProxyType({}),
     experts: Collection[str] | None = None,
     frozen: Collection[str] = (),
+    streams: bool = False,
 ) -> list[Pass]:
     """The passes that turn a captured graph into the program of one device of `strategy`.
 
@@ -59,6 +61,7 @@ def build_pipeline(
         homes: parameter -> the pipeline stage where earlier programs keep it.
         experts: the parameters that `ep` splits; None finds them in `step`, which then needs a forward part.
         frozen: parameters that nothing trains.
+        streams: gradients leave for the host as they are made.
 
     Raises:
         StrategyError: `batch_dims` does not fit the signature, or a number of heads does not divide.
@@ -103,7 +106,7 @@ def build_pipeline(
     passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
     if needs_remat(step, strategy):
         first.append(remat_pass(strategy, passes))
-    return [*first, *passes]
+    return [*first, *passes, *([stream_pass(strategy)] if streams else [])]
 
 
 def partition_pass(

@@ -26,7 +26,7 @@ build() { # name, flags...
   for source in kernels flash_kernels row_kernels; do
     compile "$source-portable" "csrc/cpu/$source.cc" -DGACC_ISA=portable
   done
-  for source in adam error flash isa products thread_pool; do
+  for source in adam error flash host_stream isa products thread_pool; do
     compile "$source" "csrc/cpu/$source.cc" "${x86[@]}"
   done
   for source in highway_hash snappy; do

@@ -26,7 +26,7 @@ def stages() -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     captured = []
     before = Programs._spread
-    Programs._spread = lambda self, graph, dims: (captured.append((graph.copy(), dims)), before(self, graph, dims))[1]
+    Programs._spread = lambda self, graph, dims, **told: (captured.append((graph.copy(), dims)), before(self, graph, dims, **told))[1]
     try:
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()

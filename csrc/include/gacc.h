@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define GACC_ABI_VERSION 5
+#define GACC_ABI_VERSION 6
 #define GACC_API extern "C" __attribute__((visibility("default")))
 
 enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2, GACC_F16 = 3, GACC_F64 = 4 };
@@ -51,6 +51,19 @@ GACC_API int32_t gacc_traffic_probe(float* param, float* exp_avg, float* exp_avg
 
 // Asks for huge pages for the whole pages inside [data, data + size_bytes); to be called before they are first touched.
 GACC_API int32_t gacc_advise_huge_pages(void* data, int64_t size_bytes);
+
+// Streams: blocks that running programs copy to host memory as they make them (the custom call gacc_send_to_host). Every device has a block for each
+// slot; `destinations` and `sizes` (in bytes) hold them by device and then slot, null for a block that another device sends.
+GACC_API int32_t gacc_stream_open(void* const* destinations, const int64_t* sizes, int64_t num_devices, int64_t num_slots, int64_t* id);
+
+// Copies a block to its destination and wakes who waits. Nothing happens where the stream is closed; a block that was sent before is refused.
+GACC_API int32_t gacc_stream_send(int64_t id, int64_t device, int64_t slot, const void* data, int64_t size_bytes);
+
+// Waits until blocks have arrived, for `seconds` at the most; at most `capacity` of them as device * num_slots + slot, with their seconds of CLOCK_MONOTONIC.
+GACC_API int32_t gacc_stream_wait(int64_t id, double seconds, int64_t capacity, int64_t* places, double* when, int64_t* count);
+
+// Destinations are not written any more when it returns.
+GACC_API int32_t gacc_stream_close(int64_t id);
 
 // What a query gets whose keys are all masked.
 enum gacc_empty_rows : int32_t {

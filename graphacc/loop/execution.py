@@ -14,15 +14,16 @@ from graphacc.graph import Kind
 from graphacc.loop import build, collector, offload
 from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.optimizers import Binding
-from graphacc.loop.programs import BatchForms, Compiled
+from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled
 from graphacc.loop.promise import written_too_early
 from graphacc.loop.tape import Tape
+from graphacc.passes.stream import SENT, STREAM
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
     from graphacc.loop.step_logger import StepLogger
 
-_OF_FORWARD = ("step", "grad", "forward")
+_OF_FORWARD = ("step", "grad", GRAD_TO_HOST, "forward")
 """Kinds of programs that have a forward part."""
 
 MAX_JOINTS = 16
@@ -148,6 +149,8 @@ class Execution:
 
     def run_update(self, tape: Tape | None, binding: Binding, names: tuple[str, ...]) -> None:
         """The update alone, from gradients on the devices (and from the host, where the loop wrote them)."""
+        if self.engine.programs.offload is not None and self._update_while_it_runs(tape, binding, names):
+            return
         if tape is not None and not tape.has_run:
             self.run_grad(tape)
         if self.engine.choice is not None:
@@ -165,10 +168,80 @@ class Execution:
             self._run_update_program(tape, binding, code)
         else:
             self._update_on_host(tape, binding, code)
+        self._end_update(tape, binding)
+
+    def _end_update(self, tape: Tape, binding: Binding) -> None:
         self._after_update(binding)
         if self.engine.gradients.pending is tape:
             self.engine.gradients.pending = None  # the next step may have gradients that PyTorch computed
         self.engine.close(tape)
+
+    def _update_while_it_runs(self, tape: Tape | None, binding: Binding, names: tuple[str, ...]) -> bool:
+        """Forward, backward and update; the host updates what has arrived while the program goes on. False, and nothing has run, where it needs all gradients first."""
+        if tape is not None and not tape.has_run:
+            self._choose(tape)
+        host = self.engine.programs.offload
+        if host is None:
+            return False
+        if not offload.delays(self.engine):
+            host.drain(self.engine.programs)  # an interrupt may have left an update
+        why = self._needs_all_gradients(tape, binding, names)
+        if tape is not None and why is None:
+            compiled = self.program(GRAD_TO_HOST, {**self.forward_aspects(tape), "results": tuple(tape.outputs)}, lambda: self.joint(tape))
+            self.upload(compiled, tape)
+            stream = offload.open_stream(self.engine, binding, compiled)
+            if isinstance(stream, offload.GradientStream):
+                host.num_updates[None] += 1
+                self._run_and_update(tape, binding, names, compiled, stream)
+                return True
+            why = stream
+        host.num_updates[why] += 1
+        return False
+
+    def _run_and_update(self, tape: Tape, binding: Binding, names: tuple[str, ...], compiled: Compiled, stream: offload.GradientStream) -> None:
+        programs = self.engine.programs
+        host = programs.offload
+        assert host is not None
+        try:
+            fetched = programs.run(compiled, {**self.feeds(compiled, tape), (Kind.STREAM, STREAM): stream.ticket})
+            stream.sent = typing.cast(typing.Any, fetched.pop((Kind.STREAM, SENT))).array
+            self.note_run(compiled)
+            self._mark_stale(compiled)
+            self._fulfil(tape, fetched, _joint_program(tape))
+            update = offload.update_of(self.engine, binding, names, stream=stream)
+        except BaseException:
+            host.close_stream(stream)
+            raise
+        for name in names:
+            self.engine.handles[name].host_is_stale = True  # also where an interrupt ends the wait for the update
+        host.submit(id(binding), update, programs, delayed=offload.delays(self.engine))  # from here on the stream is the update's
+        for name in names:
+            self.engine.handles[name].mark_stale()
+        self.updates += 1
+        tape.has_run = True
+        self._end_update(tape, binding)
+
+    def _needs_all_gradients(self, tape: Tape | None, binding: Binding, names: tuple[str, ...]) -> str | None:
+        """Why the host cannot begin an update before it has all gradients; None: it can."""
+        if tape is None or tape.has_run:
+            return "gradients were read or written before the step"
+        programs, options = self.engine.programs, self.engine.options
+        strategy, platform = programs.strategy, programs.mesh.devices.flat[0].platform
+        if platform != "cpu":
+            return f"{platform} devices cannot tell the host that a gradient is there"
+        if strategy.pp > 1 or strategy.microbatches > 1:
+            return "gradients of several microbatches are added up"
+        if self._accumulates(tape) or any(self.engine.handles[name].host_grad is not None for name in names):
+            return "gradients are added to those of an earlier backward, or to ones that the loop wrote"
+        if not set(names) == set(tape.grad_bindings) == set(tape.grad_values):
+            return "the optimizer does not update all parameters that have a gradient"
+        if tape.gradient_calls or tape.grad_bindings != tape.grad_values or options.max_grad_norm is not None:
+            return "code on gradients, such as clipping, comes between backward and the step"
+        if options.keep_gradients or self._gradient_code(tape, names).results:
+            return "the loop keeps gradients"
+        if not offload.is_adam(binding.optimizer) or any(self.engine.handles[name].form[1] is not torch.float32 for name in names):
+            return f"{type(binding.optimizer).__name__} on these parameters runs by its own code"
+        return None
 
     def _run_update_program(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
         compiled = self.program(
@@ -183,6 +256,9 @@ class Execution:
 
     def _update_on_host(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
         """The update by the host; code on gradients runs on the devices before."""
+        programs = self.engine.programs
+        host = programs.offload
+        assert host is not None
         offload.check_optimizer(binding.optimizer)
         runs_code = bool(tape.gradient_calls or code.results) or code.max_norm is not None
         if runs_code:
@@ -194,7 +270,8 @@ class Execution:
             self._upload_gradients(compiled, code)
             self._fulfil(tape, self._run(compiled, tape))
         from_host = () if runs_code else [name for name in code.names if self.engine.handles[name].host_grad is not None]
-        offload.submit(self.engine, binding, code.names, from_host=frozenset(from_host))
+        update = offload.update_of(self.engine, binding, code.names, from_host=frozenset(from_host))
+        host.submit(id(binding), update, programs, delayed=offload.delays(self.engine))
         for name in code.names:
             self.engine.handles[name].mark_stale()
         self.updates += 1

@@ -30,7 +30,7 @@ class Memory:
     measured_bytes: int  # what the compiled program reserves: arguments, temporaries and new outputs
     argument_bytes: int  # parameters, optimizer state and batch, in the compiled program
     temporary_bytes: int  # temporaries, in the compiled program
-    host_bytes: int = 0  # exact parameters and optimizer state on this process's host, for all its devices (`Strategy.offload`)
+    host_bytes: int = 0  # exact parameters, optimizer state and arriving gradients on this process's host, for all its devices (`Strategy.offload`)
 
 
 class CompiledModule(nn.Module):
@@ -107,6 +107,8 @@ class CompiledModule(nn.Module):
         kept += [] if passes else list(dict.fromkeys(f"computed again in backward:\n{report.details}" for report in again))
         choice = self._graphacc_engine.choice
         kept += [] if choice is None or choice.plan is None else [choice.plan.line]
+        offload = self._graphacc_engine.programs.offload
+        kept += [] if offload is None else offload.lines()
         return "\n".join(lines + plans + kept + eager + self._graphacc_engine.verifier.report.lines() + reports)
 
     def _host_time(self, text: str, count: int) -> str:
@@ -137,9 +139,9 @@ class CompiledModule(nn.Module):
         return {kind: state.bytes_per_device(kind) for kind in STATE_KINDS}
 
     def host_bytes(self) -> dict[Kind, int]:
-        """Bytes of exact parameters and optimizer state that this process's host holds in the place of the devices (`Strategy.offload`)."""
+        """Bytes of exact parameters, optimizer state and arriving gradients that this process's host holds in the place of the devices (`Strategy.offload`)."""
         offload = self._graphacc_engine.programs.offload
-        return {Kind.PARAM: 0, Kind.STATE: 0} if offload is None else offload.host_bytes
+        return {Kind.PARAM: 0, Kind.STATE: 0, Kind.GRAD: 0} if offload is None else offload.host_bytes
 
     def __deepcopy__(self, memo):
         """An ordinary, uncompiled copy with the current values."""

@@ -35,6 +35,7 @@ from graphacc.passes.batch import default_batch_dims, unsplit_note
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import PassReport, run_passes
 from graphacc.passes.stages import owner_of
+from graphacc.passes.stream import sent_gradients
 from graphacc.runtime import Program, TrainState, make_mesh, progress, ranges, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
@@ -52,6 +53,10 @@ STATE_KINDS = (Kind.PARAM, Kind.BUFFER, Kind.STATE, Kind.GRAD)
 """Kinds of values that stay on the devices between programs."""
 
 
+GRAD_TO_HOST = "grad to host"
+"""Kind of a program of forward and backward whose gradients leave for the host as they are made, instead of being kept on the devices."""
+
+
 MAX_SHOWN = 3
 """Tensors whose shapes a message shows."""
 
@@ -64,7 +69,7 @@ MAX_PROGRAMS = 128
 class Compiled:
     """One program and how it came about."""
 
-    kind: str  # "step", "grad", "update" or "forward"
+    kind: str  # "step", "grad", GRAD_TO_HOST, "update" or "forward"
     reason: str  # why it was compiled
     graph: Step  # as it was lowered: local along the data axes, or HLO
     program: Program
@@ -80,6 +85,11 @@ class Compiled:
     def draws(self) -> bool:
         """Whether it draws random numbers; False where the graph does not tell."""
         return not isinstance(self.graph, HloStep) and not _unread_keys(self.graph)
+
+    @functools.cached_property
+    def sent_gradients(self) -> tuple[Output, ...]:
+        """The gradients that leave for the host while it runs, by slot."""
+        return () if isinstance(self.graph, HloStep) else sent_gradients(self.graph)
 
     @property
     def num_operators(self) -> int:
@@ -388,22 +398,22 @@ class Programs:
             graph = capture()
         flops = None if isinstance(graph, HloStep) else flops_by_dtype(graph)
         with progress.activity("passes") as passed:
-            graph, reports = self._spread(graph, self._dims(kind, graph))
+            graph, reports = self._spread(graph, self._dims(kind, graph), streams=kind == GRAD_TO_HOST)
         compiled = self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
         return dataclasses.replace(compiled, flops=flops)
 
-    def _spread(self, graph: Step, dims: Mapping[str, int | None]) -> tuple[Step, tuple[PassReport, ...]]:
+    def _spread(self, graph: Step, dims: Mapping[str, int | None], *, streams: bool) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
             return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations), ()
-        return self._passed(graph, dims)
+        return self._passed(graph, dims, streams=streams)
 
     def _passed(
-        self, graph: StepGraph, dims: Mapping[str, int | None], **places: Mapping[str, int]
+        self, graph: StepGraph, dims: Mapping[str, int | None], *, streams: bool = False, **places: Mapping[str, int]
     ) -> tuple[StepGraph, tuple[PassReport, ...]]:
         """The graph after all passes, and their reports; what the user should know is logged, once."""
         passes = build_pipeline(
-            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), frozen=self.frozen(), **places
+            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), frozen=self.frozen(), streams=streams, **places
         )
         graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
         partitions = [report.details for report in reports if isinstance(report.details, PartitionReport)]

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline: what every stage did when, in a real run, below the schedule's ideal."""
+"""The timeline of a pipeline: what every stage did when, in a real run, below the schedule's ideal; and that of an update on the host."""
 
 import dataclasses
 import os
@@ -10,6 +10,7 @@ from graphacc.errors import LoopError, StrategyError
 from graphacc.loop.module import engine_of
 from graphacc.loop.pipelined import PipelinePrograms
 from graphacc.report.png import Canvas, text_width
+from graphacc.report.update_timeline import UpdateTimeline, update_timeline
 from graphacc.strategy.schedules import Costs, Part, Schedule, simulate
 
 WIDTH, ROW, GAP, MARGIN, LABEL = 1400, 26, 4, 16, 90
@@ -40,25 +41,30 @@ class Timeline:
     ideal_bubble: float
 
 
-def timeline(model: nn.Module, path: str | os.PathLike | None = None) -> Timeline:
+def timeline(model: nn.Module, path: str | os.PathLike | None = None) -> Timeline | UpdateTimeline:
     """Draw the pipeline's last recorded run, and above it the schedule as it would be if every action took its mean time.
 
     The first three runs of every program's forward and backward are recorded; they run as all others do, but are waited for.
+    Without a pipeline, but with ``offload="optimizer"``: the last step's program, the arrival of its gradients on the host, and their update.
 
     Args:
-        model: compiled with ``pp`` of at least 2, and trained for a step.
+        model: compiled with ``pp`` of at least 2, or with ``offload``, and trained for a step.
         path: of the PNG file to write; None writes none.
 
     Returns:
         The bars as data.
 
     Raises:
-        StrategyError: the model has no pipeline.
+        StrategyError: the model has no pipeline, and no update on the host.
         LoopError: nothing has run yet.
     """
     programs = engine_of(model).programs
+    if not isinstance(programs, PipelinePrograms) and programs.offload is not None:
+        if not programs.offload.spans:
+            raise LoopError("no update on the host is done yet: do a training step first (two, if it is delayed), then draw its timeline")
+        return update_timeline(programs.offload, path)
     if not isinstance(programs, PipelinePrograms):
-        raise StrategyError(f"strategy {str(programs.strategy)!r} has no pipeline to draw: set pp to at least 2")
+        raise StrategyError(f"strategy {str(programs.strategy)!r} has no pipeline to draw: set pp to at least 2, or offload='optimizer' for the update on the host")
     if not programs.spans:
         raise LoopError("the pipeline has not run yet: do a training step first, then draw its timeline")
     measured = tuple(

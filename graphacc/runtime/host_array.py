@@ -6,6 +6,7 @@ devices would hold is there once.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -95,9 +96,13 @@ class HostArray:
         return result
 
 
+def blocks_of_devices(layout: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    """The block that each device of this process holds of an array of `shape`, with padding."""
+    return {device: _key(index, shape) for device, index in layout.addressable_devices_indices_map(shape).items() if index is not None}
+
+
 def _keys(item: Input, layout: NamedSharding) -> set[Bounds]:
-    shape = stored_shape(item)
-    return {_key(index, shape) for index in layout.addressable_devices_indices_map(shape).values() if index is not None}
+    return set(blocks_of_devices(layout, stored_shape(item)).values())
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:

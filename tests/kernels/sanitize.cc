@@ -1,4 +1,4 @@
-// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, and minimum cuts; built by
+// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
 // tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <algorithm>
@@ -249,6 +249,36 @@ void products() {
   }
 }
 
+// Four devices send while one thread takes what has arrived; the stream is closed while they may still be sending.
+void streams() {
+  for (int64_t taken : {40, 7}) {
+    const int64_t devices = 4, slots = 10, numel = 1000;
+    std::vector<float> received(devices * slots * numel), sent(numel, 1.0f);
+    std::vector<void*> destinations;
+    for (int64_t i = 0; i < devices * slots; ++i) destinations.push_back(received.data() + i * numel);
+    const std::vector<int64_t> sizes(devices * slots, numel * 4);
+    int64_t id = 0, count = 0, places[3];
+    double when[3];
+    require(gacc_stream_open(destinations.data(), sizes.data(), devices, slots, &id));
+    std::vector<std::thread> threads;
+    for (int64_t device = 0; device < devices; ++device) {
+      threads.emplace_back([&, device] {
+        for (int64_t slot = 0; slot < slots; ++slot) require(gacc_stream_send(id, device, slot, sent.data(), numel * 4));
+      });
+    }
+    for (int64_t seen = 0; seen < taken; seen += count) {
+      require(gacc_stream_wait(id, 10.0, 3, places, when, &count));
+      for (int64_t i = 0; i < count; ++i) received[places[i] * numel] += 1;
+    }
+    require(gacc_stream_close(id));
+    for (float& value : received) value = 0;
+    for (std::thread& thread : threads) thread.join();
+    for (float value : received) {
+      if (value != 0) std::abort();  // it was closed
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -265,6 +295,7 @@ int main() {
   }
   cuts();
   products();
+  streams();
   std::printf("%d Snappy blocks of 4000 were whole\n", records());
   // Several callers at once, as XLA's virtual devices are.
   state = 1;

@@ -14,6 +14,7 @@ from graphacc.lowering.rules import (  # noqa: F401
     flash_attention,
     foreach,
     grid,
+    host,
     index,
     linalg,
     matmul,
