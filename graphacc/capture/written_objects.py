@@ -35,7 +35,7 @@ class Written:
     def later(self, number: int) -> Path:
         """The path of the layer that is `number` layers further."""
         steps = iter(self.step)
-        return tuple(key + number * next(steps) if _is_index(key) else key for key in self.path)
+        return tuple(key if isinstance(key, str) else key + number * next(steps) for key in self.path)
 
 
 def state(value: object) -> dict[Path, object] | None:
@@ -55,9 +55,9 @@ def changed(before: Mapping[Path, object], after: Mapping[Path, object]) -> list
 
 def step_between(path: Path, following: Path) -> tuple[int, ...] | None:
     """The differences of two paths' indices; None: they differ otherwise."""
-    if len(path) != len(following) or any(a != b and not (_is_index(a) and _is_index(b)) for a, b in zip(path, following)):
+    if len(path) != len(following) or any(a != b and not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(path, following)):
         return None
-    return tuple(b - a for a, b in zip(path, following) if isinstance(a, int) and isinstance(b, int) and _is_index(a))
+    return tuple(b - a for a, b in zip(path, following) if isinstance(a, int) and isinstance(b, int))
 
 
 def write_as(value: object, written: Written, number: int) -> None:
@@ -66,7 +66,7 @@ def write_as(value: object, written: Written, number: int) -> None:
     Raises:
         LookupError: the object has no such parts.
     """
-    *holders, last = written.later(number)
+    *holders, last = typing.cast("tuple[typing.Any, ...]", written.later(number))
     target: typing.Any = value
     for key in holders:
         target = _part(target, key)
@@ -109,7 +109,7 @@ def _parts(value: typing.Any, path: Path, seen: set[int]) -> Iterator[tuple[Path
         yield from _parts(part, (*path, key), seen)
 
 
-def _part(holder: typing.Any, key: str | int) -> object:
+def _part(holder: typing.Any, key: typing.Any) -> object:
     return holder[key] if isinstance(holder, (list, dict)) else vars(holder)[key]
 
 
@@ -127,7 +127,3 @@ def _is_same(one: object, other: object) -> bool:
     if isinstance(one, (float, complex)):
         return repr(one) == repr(other)
     return one is other or (isinstance(one, (Holder, *PLAIN)) and one == other)
-
-
-def _is_index(key: object) -> bool:
-    return type(key) is int
