@@ -71,11 +71,9 @@ class Shortcut:
             options: of the compilation.
             variant: everything else that the executable depends on.
         """
-        probe = _Probe()
-        with compat.persistent_cache(probe):
-            self._stub = stub.compile(compiler_options=dict(options))
-        self._cache = cache
-        self._key = None if probe.key is None else f"lowered {FORMAT} {digest} {probe.key} {variant}"
+        self._cache, self._stub = cache, stub
+        key = _key_of(stub, options)
+        self._key = None if key is None else f"lowered {FORMAT} {digest} {key} {variant}"
 
     def load(self) -> "Found | None":
         """What is noted; None where it is not there, or cannot be loaded."""
@@ -90,8 +88,8 @@ class Shortcut:
             note, _, packed = entry.partition(b"\n")
             for name in known["calls"]:
                 library.register_xla_target(name)
-            serialized = compat.cached_executable(packed)
-            compiled = compat.with_executable(self._stub, compat.load_executable(serialized, self._stub))
+            serialized, stub = compat.cached_executable(packed), self._stub.compile()
+            compiled = compat.with_executable(stub, compat.load_executable(serialized, stub))
             return Found(compiled=compiled, note=note.decode(), module=whole_module(serialized))
         except Exception as error:  # the graph is lowered, and its program compiled if need be
             log.info("graphacc: a program is not loaded by its graph: %s: %s", type(error).__name__, str(error).partition("\n")[0])
@@ -109,19 +107,30 @@ class Shortcut:
             self._cache.put(self._key, json.dumps({"entry": entry, "calls": ours}).encode())
 
 
+class _Asked(BaseException):
+    """JAX has asked for a program; no `Exception`, which JAX would take for a cache that cannot be read."""
+
+
 class _Probe:
-    """Takes the place of JAX's cache, and sees what it is asked for."""
+    """Takes the place of JAX's cache, and ends the compilation when it is asked for the program."""
 
     _path = "memory"  # JAX's log messages read this name
 
-    def __init__(self) -> None:
-        self.key: str | None = None
-
     def get(self, key: str) -> None:
-        self.key = key
+        raise _Asked(key)
 
     def missed(self) -> None:
         pass
+
+
+def _key_of(lowered: jax.stages.Lowered, options: Mapping[str, typing.Any]) -> str | None:
+    """JAX's key of a program; None where it does not ask for one."""
+    try:
+        with compat.persistent_cache(_Probe()):
+            lowered.compile(compiler_options=dict(options))
+    except _Asked as asked:
+        return str(asked)
+    return None
 
 
 def digest_of(step: StepGraph, mesh: Mesh) -> str | None:
