@@ -74,7 +74,7 @@ def budgets(args: argparse.Namespace) -> None:
         budget, start = (least + share * (most - least)) / 1e9, time.perf_counter()
         program, said = compiled(step, Strategy(remat="auto", memory_gb=budget), "cpu")
         found = _predicted(step, f"remat=auto,memory_gb={budget!r}") / 1e9
-        flops = (program._compiled.cost_analysis() or {}).get("flops", float("nan"))
+        flops = program.cost.flops
         cells = f"{budget:.4f}", f"{found:.4f}", f"{program.memory.temp_bytes / 1e6:.1f}", f"{flops / 1e9:.1f}", f"{time.perf_counter() - start:.0f}"
         print("| " + " | ".join(cells) + f" | {said.splitlines()[-1].strip()} |", flush=True)
 
@@ -104,7 +104,7 @@ def main() -> None:
         step = captured(args, row == "checkpoint")
         start = time.perf_counter()
         program, said = compiled(step, Strategy.parse("" if row == "checkpoint" else row), args.what)
-        found = program.memory.temp_bytes, (program._compiled.cost_analysis() or {}).get("flops", float("nan"))
+        found = program.memory.temp_bytes, program.cost.flops
         first = first or found
         ratios = [f"{mine / before:.3f}" for mine, before in zip(found, first, strict=True)]
         print(f"| {row or 'nothing'} | {found[0] / 1e6:.1f} | {ratios[0]} | {found[1] / 1e9:.1f} | {ratios[1]} | {time.perf_counter() - start:.0f} |", flush=True)

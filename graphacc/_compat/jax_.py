@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -264,6 +265,59 @@ def has_host_callbacks(compiled: jax.stages.Compiled) -> bool:
 def can_keep_programs() -> bool:
     """Whether compiled programs can be kept between runs: `persistent_cache` does nothing otherwise."""
     return has(probes.PROGRAM_CACHE) and can_read_executables()
+
+
+def can_read_modules() -> bool:
+    """Whether `module_text` and `module_cost` work."""
+    return has(probes.QUICK_LOADING)
+
+
+def module_text(module: bytes) -> str:
+    """The text of a HloModuleProto, as ``Compiled.as_text`` gives it."""
+    from jaxlib import xla_client
+
+    return xla_client.XlaComputation(module).as_hlo_module().to_string()
+
+
+def module_cost(module: bytes, compiled: jax.stages.Compiled) -> dict[str, float]:
+    """XLA's count of the work of a HloModuleProto, as ``Compiled.cost_analysis`` gives it for the executable that was compiled from it."""
+    from jaxlib import xla_client
+
+    jaxlib, executable = (typing.cast("typing.Any", each) for each in (importlib.import_module("jaxlib._jax"), compiled))
+    return jaxlib.hlo_module_cost_analysis(executable._executable._unloaded_executable.backend, xla_client.XlaComputation(module).as_hlo_module())
+
+
+def can_find_by_graph() -> bool:
+    """Whether `settings`, `custom_calls` and `has_lifted_constants` work, and programs are kept at all."""
+    return has(probes.PROGRAMS_BY_GRAPH) and can_keep_programs()
+
+
+def settings() -> tuple:
+    """All settings of JAX that tracing and lowering may read, as text: global ones, and those of this thread."""
+    from jax._src import config
+
+    of_thread = [getattr(value, "axis_sizes", value) for value in config.trace_context()]  # the environment of axes has no text of its own
+    return repr(of_thread), sorted((name, repr(value)) for name, value in jax.config.values.items())
+
+
+def custom_calls(lowered: jax.stages.Lowered) -> set[str]:
+    """The targets of a program's custom calls."""
+    ir: typing.Any = importlib.import_module("jaxlib.mlir.ir")
+    found: set[str] = set()
+
+    def visit(operation):
+        if operation.name == "stablehlo.custom_call":
+            found.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+        return ir.WalkResult.ADVANCE
+
+    module: typing.Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
+    return found
+
+
+def has_lifted_constants(lowered: jax.stages.Lowered) -> bool:
+    """Whether JAX gives the program constants as further arguments."""
+    return bool(lowered._lowering.const_args)
 
 
 def can_replace_executable(compiled: jax.stages.Compiled) -> bool:

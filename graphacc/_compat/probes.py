@@ -16,7 +16,7 @@ TRIED = "torch 2.9.1 and 2.13.0, jax 0.10.2 and 0.12.0.1"
 NEEDED = "nothing can be compiled without it"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # every step asks for some, by their identity
 class Feature:
     """What rests on private or unstable APIs."""
 
@@ -221,6 +221,16 @@ PROGRAM_CACHE = Feature(
         "jax._src.compiler:_cache_write",
     ),
 )
+QUICK_LOADING = Feature(
+    title="executables without the bodies of kernels",
+    without="programs of deep models take several times as long to load",
+    apis=("jaxlib.xla_client:XlaComputation.as_hlo_module", "jaxlib._jax:hlo_module_cost_analysis"),
+)
+PROGRAMS_BY_GRAPH = Feature(
+    title="finding kept programs without lowering",
+    without="every run lowers its graphs again, to find their programs in the cache",
+    apis=("jax._src.config:trace_context", "jax:config.values", "jax.stages:Lowered.compiler_ir", "jaxlib.mlir.ir:WalkResult"),
+)
 SEVERAL_PROCESSES = Feature(
     title="runs of several processes",
     without="starting one is an error",
@@ -281,6 +291,11 @@ def switch_off(feature: Feature, why: str) -> bool:
         _why_off[feature] = why
         log.warning("graphacc: off: %s (%s; tried with %s): %s", feature.title, why, TRIED, feature.without)
     return False
+
+
+def switched_off() -> tuple[str, ...]:
+    """The features that are known to be off."""
+    return tuple(sorted(feature.title for feature in _why_off))
 
 
 def why_off(feature: Feature) -> str | None:

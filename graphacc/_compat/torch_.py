@@ -436,9 +436,13 @@ def _references_of_one() -> int:
 
 
 def untraced(function):
-    """The function as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
-    frontend = sys.modules.get("torch._dynamo")
-    return function if frontend is None else frontend.disable(function)
+    """A function of a module as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
+    return function if "torch._dynamo" not in sys.modules else _disabled(function)
+
+
+@functools.cache
+def _disabled(function):
+    return sys.modules["torch._dynamo"].disable(function)
 
 
 def applied_functions() -> list[tuple[object, type, tuple, dict]]:

@@ -48,10 +48,12 @@ def rebuilt(
     for node, name in zip(old_placeholders, names):
         copies[node] = _placeholder(graph, name, node.meta["val"], phase)
     _check_lifted(module, replaced)
+    for node in module.graph.nodes:
+        _leave_out_empty(node)
+    module.graph.eliminate_dead_code()  # the empty tensors
     constants = _copy_constants(module, graph, copies, phase, forward_of)
     for node in module.graph.nodes:
         if node.op == "call_function":
-            _leave_out_empty(node)
             copies[node] = copies[node.args[0]] if _is_identity(node) else _copy(graph, node, copies, phase, forward_of)
     results = module.graph.output_node().args[0]
     graph.output(tuple(copies[node] for node in results))

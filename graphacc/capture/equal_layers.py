@@ -3,16 +3,15 @@
 The model runs once on fake tensors, without autograd's backward and without a trace, which takes a tenth of the time. What the calls of numbered modules
 ("transformer.h.3") do is logged: every torch function and every ATen operator with its constants, the forms of its tensors and where they come from (an argument,
 a parameter of the layer, a value of the layer, something outside), and the nodes of autograd that lead from the results to the arguments. Layers are equal if
-their logs are. A *run* is a chain of equal layers in which each gets what the one before it gives, and nothing else reads what a layer makes.
+their logs are. A *run* is a chain of equal layers in which each gets what the one before it gives, and nothing else reads what a layer makes. An object that all of
+them get may be written, by each in a place of its own (a cache of keys and values; `written_objects`).
 
-What is not understood makes a layer unequal to all others: an object as an argument (a cache of keys and values), a custom autograd.Function, an attribute that the
-call changes.
+What is not understood makes a layer unequal to all others: an argument whose parts are not known, a custom autograd.Function, an attribute that the call changes.
 """
 
 import collections
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
 import re
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc._compat.torch_ import patched, watched_by_autograd
 from graphacc.capture.borrow import Named
+from graphacc.capture.written_objects import PLAIN, Holder, Path, Written, changed, state, step_between, write_as
 
 NUM_TRACED = 4
 """Layers of a run that are traced: the first, two in the middle of which the second is copied, and the last."""
@@ -37,7 +37,6 @@ MIN_LAYERS = 6
 """Of a run. In a shorter one looking costs what copying saves."""
 
 _NUMBER = re.compile(r"(?:^|\.)\d+$")
-_PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum)
 _MAX_CONSTANT = 64  # elements of a real tensor that is described by its values
 _GENERATED = "GeneratedBackwardFor_"  # of operators of torch.library: what their backward does follows from their arguments
 _READS_FORM = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "size", "dim", "numel", "stride", "is_floating_point"})
@@ -49,6 +48,7 @@ class Run:
 
     paths: tuple[str, ...]  # of the modules, in the order of their calls
     handed: tuple[tuple[int, int], ...]  # (leaf of a layer's result, leaf of the next one's arguments that it is)
+    written: tuple[Written, ...] = ()  # parts of the arguments that the last but one of the traced layers writes, holders before what they hold
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -156,7 +156,8 @@ class CallLog:
         taken: set[_Call] = set()
         for chain in sorted(long, key=lambda chain: len(chain[0].outside)):
             if taken.isdisjoint(chain[0].outside) and self._is_closed(chain):
-                runs.append(Run(paths=tuple(call.path for call in chain), handed=_handed(chain[0], chain[1])))
+                model, following = chain[NUM_TRACED - 2 : NUM_TRACED]
+                runs.append(Run(paths=tuple(call.path for call in chain), handed=_handed(chain[0], chain[1]), written=tuple(_written(model, following) or ())))
                 taken.update(chain)
         return runs
 
@@ -168,6 +169,9 @@ class CallLog:
             return False
         handed = _handed(before, call)
         if not handed or (len(chain) > 1 and handed != _handed(chain[-2], before)):
+            return False
+        written = _written(before, call)
+        if written is None or (len(chain) > 1 and [each.step for each in written] != [each.step for each in _written(chain[-2], before) or ()]):
             return False
         taken = {place for _, place in handed}
         kept = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and i not in taken]
@@ -207,7 +211,8 @@ def replaced_calls(calls: Mapping[nn.Module, Callable]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handing_on(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
-    """Layers that are not traced give what they get; their other results, which nobody reads, are those of the layer that stands for them.
+    """Layers that are not traced give what they get; their other results, and what they write into their arguments, which nobody reads, are those of the layer that
+    stands for them.
 
     To be entered inside of the traced function: a trace has calls of modules of its own.
     """
@@ -215,7 +220,7 @@ def handing_on(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
     for run in runs:
         seen: list[tuple[list, pytree.TreeSpec]] = []
         calls[model.get_submodule(run.traced[NUM_TRACED - 2])] = functools.partial(_seen_call, seen)
-        calls.update((model.get_submodule(path), functools.partial(_passed_call, seen, run.handed)) for path in run.copied)
+        calls.update((model.get_submodule(path), functools.partial(_passed_call, seen, run, number)) for number, path in enumerate(run.copied, 1))
     with replaced_calls(calls) if calls else contextlib.nullcontext():
         yield
 
@@ -226,11 +231,13 @@ def _seen_call(seen: list, original: Callable, /, *args, **kwargs):
     return result
 
 
-def _passed_call(seen: list, handed: Sequence[tuple[int, int]], original: Callable, /, *args, **kwargs):
+def _passed_call(seen: list, run: Run, number: int, original: Callable, /, *args, **kwargs):
     given, (leaves, spec) = pytree.tree_leaves((args, kwargs)), seen[0]
     leaves = list(leaves)
-    for result, argument in handed:
+    for result, argument in run.handed:
         leaves[result] = given[argument]
+    for written in run.written:
+        write_as(given[written.argument], written, number)
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -253,11 +260,20 @@ class _Call:
                 self._places.setdefault(id(leaf), place)
         self.made: dict[int, int] = {}  # id of a tensor of its own -> number
         self._events: list[tuple] = []
-        self._arguments = tuple(_form(leaf)[:-1] if isinstance(leaf, Tensor) else self._plain(leaf) for leaf in self.leaves)
+        objects = ((place, state(leaf)) for place, leaf in enumerate(self.leaves) if not isinstance(leaf, (Tensor, float, complex, *PLAIN)))
+        self._objects = {place: found for place, found in objects if found is not None}
+        self._arguments = tuple(self._argument(place) for place in range(len(self.leaves)))
+        self.written: list[tuple[int, Path, tuple]] = []  # leaf of the arguments, path in it, and what is written there
         self._attributes = _attributes(module)
         self.results: tuple[tuple, ...] = ()
         self._shape: tuple = ()
         self._tensors = self._own_tensors()
+
+    def _argument(self, place: int) -> tuple:
+        leaf = self.leaves[place]
+        if place in self._objects:
+            return "object", id(leaf)
+        return _form(leaf)[:-1] if isinstance(leaf, Tensor) else self._plain(leaf)
 
     def _own_tensors(self) -> tuple:
         prefix = self.path + "."
@@ -286,8 +302,21 @@ class _Call:
         self.results = tuple(self._described(leaf) for leaf in leaves)
         self.result_leaves = leaves
         self._shape = spec, self._nodes_of_autograd([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._note_written()
         if _attributes(self.module) != self._attributes:
             self.is_pure = False
+
+    def _note_written(self) -> None:
+        """What the call has written into its arguments."""
+        for place, before in self._objects.items():
+            after = state(self.leaves[place])
+            paths = None if after is None else changed(before, after)
+            if after is None or paths is None:
+                self.is_pure = False
+                return
+            for path in paths:
+                part = after[path]
+                self.written.append((place, path, (part,) if isinstance(part, (Holder, type)) else self._described(part)))
 
     def _described(self, leaf: object) -> tuple:
         if not isinstance(leaf, Tensor):
@@ -306,7 +335,7 @@ class _Call:
     def _plain(self, leaf: object) -> tuple:
         if isinstance(leaf, (float, complex)):
             return type(leaf), repr(leaf)  # 0.0 is not -0.0, and NaN is itself
-        if isinstance(leaf, _PLAIN):
+        if isinstance(leaf, PLAIN):
             return type(leaf), leaf
         self.is_pure = False
         return "object", id(leaf)
@@ -391,6 +420,17 @@ def _handed(before: _Call, after: _Call) -> tuple[tuple[int, int], ...]:
     places = {id(leaf): place for place, leaf in reversed(list(enumerate(after.leaves))) if isinstance(leaf, Tensor)}
     made = [(i, leaf) for i, leaf in enumerate(before.result_leaves) if before.results[i][0] == "value"]
     return tuple((i, places[id(leaf)]) for i, leaf in made if id(leaf) in places)
+
+
+def _written(before: _Call, after: _Call) -> list[Written] | None:
+    """What `before` writes into its arguments, and how `after` does; None: they write otherwise."""
+    found: list[Written] = []
+    for (place, path, value), (following_place, following_path, following_value) in itertools.zip_longest(before.written, after.written, fillvalue=(None, (), None)):
+        step = step_between(path, following_path)
+        if step is None or (place, value) != (following_place, following_value):
+            return None
+        found.append(Written(argument=typing.cast("int", place), path=path, step=step))
+    return found
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, int]]:

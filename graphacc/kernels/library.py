@@ -27,7 +27,7 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeLibraryError: it was not built, or was built from other sources than the installed Python code.
     """
-    path = _find()
+    path = find()
     library = ctypes.CDLL(str(path))
     library.gacc_last_error.restype = ctypes.c_char_p
     library.gacc_isa_name.restype = ctypes.c_char_p
@@ -37,7 +37,12 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _find() -> pathlib.Path:
+def find() -> pathlib.Path:
+    """Where the native library is.
+
+    Raises:
+        NativeLibraryError: it was not built.
+    """
     candidates = [pathlib.Path(folder) / "lib" / FILE_NAME for folder in dict.fromkeys(graphacc.__path__)]
     for path in candidates:
         if path.exists():

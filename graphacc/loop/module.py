@@ -47,7 +47,7 @@ class CompiledModule(nn.Module):
         return _original_class(cls)(*args, **kwargs)
 
     def __call__(self, *args, **kwargs):
-        return untraced(self._graphacc_engine.call)(super().__call__, args, kwargs)
+        return untraced(_call)(self._graphacc_engine, super().__call__, args, kwargs)
 
     __call__._torchdynamo_disable = True  # a torch.compile around the model leaves its calls to the engine
 
@@ -155,6 +155,10 @@ class CompiledModule(nn.Module):
     def __reduce_ex__(self, protocol):
         own = {id(handle.tensor): ordinary(handle.tensor) for handle in self._graphacc_engine.handles.values()}
         return _itself, (copy.deepcopy(self, own),)  # of the same memory: a state_dict that is saved beside it takes no space of its own
+
+
+def _call(engine: Engine, original: Callable, args: tuple, kwargs: dict):
+    return engine.call(original, args, kwargs)
 
 
 def _itself(model: nn.Module) -> nn.Module:

@@ -54,20 +54,20 @@ class Binding:
 
     def _settings_key(self) -> Identity:
         objects, (before, key) = self._setting_objects(), self._known
-        if key is None or objects is None or before is None or len(objects) != len(before) or not all(map(operator.is_, objects, before)):
+        if key is None or before is None or len(objects) != len(before) or not all(map(operator.is_, objects, before)):
             key = Identity(tuple(sorted((k, repr(v)) for k, v in self.settings().items())))
-            self._known = objects, key
+            self._known = objects if len(objects) > 1 and all(isinstance(value, _UNCHANGING) for value in objects[1:]) else None, key
         return key
 
-    def _setting_objects(self) -> list | None:
-        """Names and values of the settings: where they are the very objects of an earlier step, no setting has changed. None if that does not follow."""
+    def _setting_objects(self) -> list:
+        """Names and values of the settings: where they are the very objects of an earlier step, and of types that do not change, no setting has changed."""
         found: list = [self.dynamic]
         for group in self.optimizer.param_groups if is_separable(self.optimizer) else ():
             for name, value in group.items():
                 if name != "lr" and name != "params":
                     found.append(name)
                     found.extend(value if isinstance(value, (tuple, list)) else (value,))
-        return found if len(found) > 1 and all(isinstance(value, _UNCHANGING) for value in found[1:]) else None
+        return found
 
     def settings(self) -> dict[str, object]:
         """Every static setting of the groups, "<group>/<name>" -> value; tuples are spread out as "<name>.<i>"."""

@@ -139,6 +139,7 @@ class Tape:
         self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.execution.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self._forward_key: tuple[tuple[list, list], tuple] | None = None  # of these calls and externals, after backward
 
     # ---- recording
 
@@ -687,6 +688,14 @@ class Tape:
     @property
     def forward_key(self) -> tuple:
         """`key` of the forward calls; that of a finished recording of the same calls, if there is one."""
+        if self.backward_at is None:
+            return self._find_forward_key()
+        held = (self.calls, self.externals)  # a copy for other lengths, or of some calls, has others
+        if self._forward_key is None or not all(map(operator.is_, self._forward_key[0], held)):
+            self._forward_key = held, self._find_forward_key()
+        return self._forward_key[1]
+
+    def _find_forward_key(self) -> tuple:
         calls = self.forward_calls
         for template in self.engine.recent:
             known = template.calls[: template.backward_at]

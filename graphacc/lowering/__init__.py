@@ -5,6 +5,9 @@
 
 from graphacc.lowering import rules  # noqa: F401  (registers the rules)
 from graphacc.lowering.interpret import Missing, check, lower, missing
-from graphacc.lowering.registry import Context, register
+from graphacc.lowering.registry import Context, register, registered
 
-__all__ = ["Context", "Missing", "check", "lower", "missing", "register"]
+OWN_RULES = registered()
+"""The overloads whose rules are this package's; nobody can replace one."""
+
+__all__ = ["OWN_RULES", "Context", "Missing", "check", "lower", "missing", "register"]

@@ -84,29 +84,32 @@ class PlannedStore:
         self._cache = cache
         self._variant = variant
         self._path = "memory" if cache is None else cache._path  # JAX's log messages read this name
-        self._key: str | None = None  # that JAX asked for
+        self._key: str | None = None  # JAX's
         self.note: str | None = None  # one line, kept with the program that was found; None: it was compiled
+        self.entry: bytes | None = None  # of the program that was found, in JAX's format
 
     def get(self, key: str) -> bytes | None:
         self._key = key
-        content = None if self._cache is None else self._cache.get(self._full(key))
+        content = None if self._cache is None or self.key is None else self._cache.get(self.key)
         if content is None:
             return None
-        note, _, entry = content.partition(b"\n")
+        note, _, self.entry = content.partition(b"\n")
         self.note = note.decode()
-        return entry
+        return self.entry
 
     def missed(self) -> None:
         """The program had to be compiled, also where an entry was found but could not be loaded."""
-        self.note = None
+        self.note = self.entry = None
 
     def keep(self, entry: bytes, note: str) -> None:
         """Keep a program, in JAX's format, for the next compilation."""
-        if self._cache is not None and self._key is not None:
-            self._cache.put(self._full(self._key), note.encode() + b"\n" + entry)
+        if self._cache is not None and self.key is not None:
+            self._cache.put(self.key, note.encode() + b"\n" + entry)
 
-    def _full(self, key: str) -> str:
-        return f"{key} {self._variant}"
+    @property
+    def key(self) -> str | None:
+        """Of the program's entry in the cache; None: JAX has not asked for one."""
+        return None if self._key is None else f"{self._key} {self._variant}"
 
 
 def _pack(value: bytes) -> bytes:

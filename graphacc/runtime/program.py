@@ -6,12 +6,22 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from graphacc._compat.jax_ import can_keep_programs, can_read_executables, known_options, x64
+from graphacc._compat.jax_ import (
+    can_find_by_graph,
+    can_keep_programs,
+    can_read_executables,
+    known_options,
+    module_cost,
+    module_text,
+    x64,
+)
 from graphacc.errors import GraphAccError
 from graphacc.graph import Input, Output, StepGraph
 from graphacc.hlo import HloStep
@@ -20,12 +30,14 @@ from graphacc.runtime.compile_cache import CompileCache, default_directory
 from graphacc.runtime.distributed import process_index
 from graphacc.runtime.hlo_program import spmd_function
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding, stored_shape
+from graphacc.runtime.lowered_cache import Shortcut, digest_of
 from graphacc.runtime.replan.compiling import (
     CPU_SCHEDULES,
     SCHEDULE_PREFIX,
     SCHEDULER_OPTION,
     compile_and_replan,
     compile_cached,
+    plan_of,
 )
 from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.transfer import processes_of, without_data
@@ -89,6 +101,7 @@ class Program:
         compile_seconds: float,
         from_cache: bool,
         plan: MemoryPlan | None = None,
+        module: bytes | None = None,
     ):
         self.name = name
         self.mesh = mesh
@@ -99,6 +112,7 @@ class Program:
         self.from_cache = from_cache
         self.plan = plan  # of the temporaries; None where XLA's was asked for
         self._compiled = compiled
+        self._module = module  # as XLA made it, compressed; None: the executable has it
         self._is_checked = False  # its results have the forms of its outputs
         self._keys = _output_keys(step)
 
@@ -137,24 +151,33 @@ class Program:
         if process_index() not in processes_of(mesh.devices.flat):
             return RemoteProgram(step, mesh, options, name)
         cache = _cache(cache_dir)
+        planned, schedules = memory_plan == "roam" and _can_plan(mesh), _schedules(compiler_options or {}, mesh)
         start = time.perf_counter()
         with x64():
-            lowered = _jit(step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
-            middle = time.perf_counter()
-            if memory_plan == "roam" and _can_plan(mesh):
-                found = compile_and_replan(
-                    lowered,
-                    compiler_options=options,
-                    schedules=_schedules(compiler_options or {}, mesh),
-                    shared=len(processes_of(mesh.devices.flat)) > 1,
-                    cache=cache,
-                    seconds=float(plan_seconds),
-                )
-                compiled, plan, from_cache = found.compiled, found.plan, found.plan.from_cache
-                log.info("graphacc: %s: %s", name, plan.summary())
+            shortcut = _shortcut(step, mesh, name, options, cache, f"{plan_seconds} {' '.join(schedules)}" if planned else "")
+            known = None if shortcut is None else shortcut.load()
+            plan = plan_of(known.compiled, known.note) if known is not None and planned else None
+            if known is not None and (plan is not None or not planned):
+                middle, compiled, from_cache, module = start, known.compiled, True, known.module
             else:
-                compiled, from_cache = compile_cached(lowered, options, cache)
-                plan = None
+                lowered = _jit(step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
+                middle = time.perf_counter()
+                if planned:
+                    found = compile_and_replan(
+                        lowered,
+                        compiler_options=options,
+                        schedules=schedules,
+                        shared=len(processes_of(mesh.devices.flat)) > 1,
+                        cache=cache,
+                        seconds=float(plan_seconds),
+                    )
+                    compiled, plan, from_cache, entry, module = found.compiled, found.plan, found.plan.from_cache, found.entry, found.module
+                else:
+                    compiled, from_cache, entry, module = compile_cached(lowered, options, cache)
+                if shortcut is not None and entry is not None:
+                    shortcut.keep(entry, lowered)
+            if plan is not None:
+                log.info("graphacc: %s: %s", name, plan.summary())
         return cls(
             step,
             mesh,
@@ -164,6 +187,7 @@ class Program:
             compile_seconds=time.perf_counter() - middle,
             from_cache=from_cache,
             plan=plan,
+            module=module,
         )
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -201,12 +225,12 @@ class Program:
 
     @property
     def cost(self) -> Cost:
-        counts = self._executable.cost_analysis()
+        counts = self._executable.cost_analysis() if self._module is None else module_cost(zlib.decompress(self._module), self._executable)
         return Cost(flops=counts.get("flops", 0.0), bytes_accessed=counts.get("bytes accessed", 0.0))
 
     def hlo_text(self) -> str:
         """The program as XLA optimised it."""
-        return self._executable.as_text()
+        return self._executable.as_text() if self._module is None else module_text(zlib.decompress(self._module))
 
 
 class RemoteProgram(Program):
@@ -320,7 +344,11 @@ def _cache(cache_dir: str | os.PathLike | None) -> CompileCache | None:
 
 
 def _jit(step: StepGraph | HloStep, mesh: Mesh, name: str):
-    function = spmd_function(step, mesh) if isinstance(step, HloStep) else _local(lower(step), step, mesh)
+    return _jitted(spmd_function(step, mesh) if isinstance(step, HloStep) else _local(lower(step), step, mesh), step, mesh, name)
+
+
+def _jitted(function: Callable[..., Sequence[jax.Array]], step: StepGraph | HloStep, mesh: Mesh, name: str):
+    """`function`, from one array per input to one per output, with the layouts and donations of a step."""
     keys = _output_keys(step)
 
     def keyed(*arrays: jax.Array) -> dict[int, jax.Array]:
@@ -334,6 +362,21 @@ def _jit(step: StepGraph | HloStep, mesh: Mesh, name: str):
         out_shardings=dict(zip(keys, (sharding(item, mesh) for item in step.outputs), strict=True)),
         keep_unused=True,  # every input is donated and counted, whether XLA reads it or not
     )
+
+
+def _shortcut(step: StepGraph | HloStep, mesh: Mesh, name: str, options: CompilerOptions, cache: CompileCache | None, variant: str) -> Shortcut | None:
+    """Where the program of a graph is noted in the cache; None where it cannot be told by the graph."""
+    alone = len(processes_of(mesh.devices.flat)) == 1
+    digest = digest_of(step, mesh) if cache is not None and alone and isinstance(step, StepGraph) and can_find_by_graph() else None
+    if cache is None or digest is None:
+        return None
+    donated = step.donations()
+
+    def stub(*arrays: jax.Array) -> list[jax.Array]:
+        return [arrays[donated[i]] if i in donated else jnp.zeros(stored_shape(item), dtype_of(item)) for i, item in enumerate(step.outputs)]
+
+    lowered = _jitted(stub, step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
+    return Shortcut(cache, digest, lowered, options, variant)
 
 
 def _output_keys(step: StepGraph | HloStep) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class ReplanResult:
     compiled: jax.stages.Compiled  # to run: a planned copy, or what was given
     serialized: bytes | None  # its bytes, where they are known: a loaded executable cannot be serialised again
     plan: MemoryPlan
+    entry: str | None = None  # key of the compile cache's entry that holds it; None: it is not kept
+    module: bytes | None = None  # of a function that was loaded without the bodies of kernels, see `loading.whole_module`
 
 
 def replan(

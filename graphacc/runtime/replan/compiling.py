@@ -22,6 +22,7 @@ So a CPU program whose loops or branches hold collectives keeps the executable t
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
@@ -35,6 +36,7 @@ from graphacc.runtime import progress
 from graphacc.runtime.compile_cache import CompileCache, PlannedStore
 from graphacc.runtime.replan.api import Candidate, ReplanResult, replan_best
 from graphacc.runtime.replan.figures import FORMAT, MemoryPlan
+from graphacc.runtime.replan.loading import quick_to_load, whole_module
 
 log = logging.getLogger("graphacc")
 
@@ -75,9 +77,10 @@ def compile_and_replan(
     store = PlannedStore(cache, f"planned {FORMAT} {seconds} {' '.join(schedules)}{' shared' * shared}")
     compile = functools.partial(_compile, lowered, compiler_options or {})
     first = compile(schedules[0], store)
-    found = None if store.note is None else _plan_of(first.compiled, store.note)
+    found = None if store.note is None else plan_of(first.compiled, store.note)
+    module = None if store.entry is None else whole_module(compat.cached_executable(store.entry))
     if found is not None:
-        return ReplanResult(compiled=first.compiled, serialized=None, plan=found)
+        return ReplanResult(compiled=first.compiled, serialized=None, plan=found, entry=store.key, module=module)
     if _loses_order(first.compiled):
         return _as_compiled(first, "its loops or branches hold collectives, whose order is lost where a program is loaded from bytes")
     others = [functools.partial(compile, schedule, PlannedStore(None, "")) for schedule in schedules[1:]]
@@ -85,22 +88,31 @@ def compile_and_replan(
         best = replan_best(first, others, seconds=seconds, free_collectives=not shared, **options)
     if cache is not None and best.serialized is not None:
         store.keep(compat.cache_entry(best.serialized, first.seconds), best.plan.to_json())
-    return best
+        best = dataclasses.replace(best, entry=store.key)
+    if best.plan.changed and best.serialized is not None:
+        module = whole_module(best.serialized)
+    return dataclasses.replace(best, module=module)
 
 
 def compile_cached(
     lowered: jax.stages.Lowered, compiler_options: CompilerOptions, cache: CompileCache | None
-) -> tuple[jax.stages.Compiled, bool]:
-    """Compile with XLA's plan, or find that in the cache; and whether it was found."""
+) -> tuple[jax.stages.Compiled, bool, str | None, bytes | None]:
+    """Compile with XLA's plan, or find that in the cache.
+
+    Returns:
+        The program, whether it was found, the key of its entry in the cache (None: it is not kept), and its module where that is not the executable's (see `ReplanResult`).
+    """
     store, start = PlannedStore(cache, "compiled"), time.monotonic()
     with compat.persistent_cache(store) if cache is not None else contextlib.nullcontext():
         compiled = lowered.compile(compiler_options=dict(compiler_options))
     seconds = time.monotonic() - start
-    if cache is not None and store.note is None and not _loses_order(compiled):
-        serialized = _bytes_of(compiled)
-        if serialized is not None:
-            store.keep(compat.cache_entry(serialized, seconds), "")
-    return compiled, store.note is not None
+    if store.entry is not None:
+        return compiled, True, store.key, whole_module(compat.cached_executable(store.entry))
+    serialized = None if cache is None or _loses_order(compiled) else _bytes_of(compiled)
+    if serialized is None:
+        return compiled, False, None, None
+    store.keep(compat.cache_entry(serialized, seconds), "")
+    return compiled, False, store.key, None
 
 
 def _loses_order(compiled: jax.stages.Compiled) -> bool:
@@ -127,9 +139,12 @@ def _compile(lowered: jax.stages.Lowered, compiler_options: CompilerOptions, sch
 
 
 def _bytes_of(compiled: jax.stages.Compiled) -> bytes | None:
-    """A compiled function's bytes; None where XLA cannot serialise it. `replan` then tries again, and says why it does not plan."""
+    """A compiled function's bytes, to be loaded from; None where XLA cannot serialise it. `replan` then tries again, and says why it does not plan."""
     try:
-        return None if compat.has_host_callbacks(compiled) else compat.serialize(compiled)
+        serialized, library = None if compat.has_host_callbacks(compiled) else compat.serialize(compiled), compat.library_of(compiled)
+        if serialized is None or library is None or not compat.can_read_modules():
+            return serialized
+        return quick_to_load(serialized, library)
     except jax.errors.JaxRuntimeError as error:
         log.info("graphacc: a program is not kept in the compile cache: %s", error)
         return None
@@ -142,7 +157,7 @@ def _as_compiled(candidate: Candidate, reason: str) -> ReplanResult:
     return ReplanResult(compiled=candidate.compiled, serialized=None, plan=MemoryPlan(changed=False, reason=reason, **figures))
 
 
-def _plan_of(compiled: jax.stages.Compiled, note: str) -> MemoryPlan | None:
+def plan_of(compiled: jax.stages.Compiled, note: str) -> MemoryPlan | None:
     """The plan that came from the cache; None where it is not that of the program that JAX loaded, or compiled after all."""
     try:
         plan = MemoryPlan.from_json(note)

@@ -5,6 +5,8 @@ Sources: openxla/xla `xla/backends/cpu/runtime/*_thunk.cc` (`buffer_uses()` of e
 meaning of the new sequence is the contract.
 """
 
+from typing import Any
+
 from google.protobuf import message
 
 from graphacc.runtime.replan.errors import NotUnderstood
@@ -74,11 +76,7 @@ def read(schema: Schema, data: bytes) -> Executable:
     Raises:
         NotUnderstood: it is not one, it is damaged, or it holds something unknown.
     """
-    result = schema.message_class("xla.cpu.CompilationResultProto")()
-    try:
-        result.ParseFromString(data)
-    except message.DecodeError as error:
-        raise NotUnderstood(f"not a CompilationResultProto: {error}") from None
+    result = parse(schema, data)
     _check_result(result)
     effects = _instructions_with_effects(result.hlo_module.hlo_module)
     executable = Executable(
@@ -93,6 +91,20 @@ def read(schema: Schema, data: bytes) -> Executable:
     executable.alignment = max([ALIGNMENT, *_kernel_alignments(executable)])
     _check_collectives(executable)
     return executable
+
+
+def parse(schema: Schema, data: bytes) -> Any:
+    """The CompilationResultProto in some bytes.
+
+    Raises:
+        NotUnderstood: they are none.
+    """
+    result = schema.message_class("xla.cpu.CompilationResultProto")()
+    try:
+        result.ParseFromString(data)
+    except message.DecodeError as error:
+        raise NotUnderstood(f"not a CompilationResultProto: {error}") from None
+    return result
 
 
 def write(executable: Executable) -> bytes:

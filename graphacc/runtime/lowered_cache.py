@@ -1,0 +1,221 @@
+"""Programs found by their graphs: where an equal graph was compiled before, its executable is loaded without lowering the graph again.
+
+JAX's key of a program is a digest of what was lowered, and to lower a deep model's step takes as long as to load its executable. So an entry of the compile cache is
+also noted under a digest of all that lowering reads (`digest_of`):
+
+- of every node: operator, arguments, the places of its operands; shape, dtype and strides of its value; the module that profiles name
+- inputs and outputs: kind, target, shape, dtype, shards, codes; the mesh, its axes and devices
+- the sources of lowering and of what it imports, and the native library; the versions of Python, torch, jax, jaxlib, numpy and ml_dtypes
+- torch's precision of products, JAX's settings, APIs that are off (`_compat.probes`), and environment variables of JAX, XLA and our own
+
+and under the key that JAX makes for a *stub*, a program with the same inputs, outputs and donations that computes nothing: version and flags of XLA, compile
+options, devices. The executable is loaded into the compiled stub, which knows trees and shardings. Values are no part of a program: constants of a trace are inputs.
+
+Not found this way are graphs with a rule of the user's own (`graphacc.lowering.register`) or with arguments that are no plain values, and programs with custom calls
+to other libraries than ours, which JAX sets up while it lowers (LAPACK).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import operator
+import os
+import pathlib
+import platform
+import typing
+from collections.abc import Mapping, Sequence
+
+import jax
+import torch
+from jax.sharding import Mesh
+from torch import Tensor, fx
+
+from graphacc import _compat, graph, kernels, lowering, ops, strategy
+from graphacc._compat import jax_ as compat
+from graphacc._compat import probes
+from graphacc.graph import StepGraph
+from graphacc.kernels import library
+from graphacc.runtime.compile_cache import CompileCache
+from graphacc.runtime.replan.loading import whole_module
+
+log = logging.getLogger("graphacc")
+
+FORMAT = 1
+
+_VARIABLES = ("GRAPHACC_", "JAX_", "XLA_")
+_PLAIN = (int, bool, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OWN_CALLS = "gacc_"
+_CALLS_OF_XLA = frozenset({"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A program that was found by its graph."""
+
+    compiled: jax.stages.Compiled
+    note: str  # the line that is kept with it
+    module: bytes | None  # see `whole_module`
+
+
+class Shortcut:
+    """Where the executable of one graph is noted."""
+
+    def __init__(self, cache: CompileCache, digest: str, stub: jax.stages.Lowered, options: Mapping[str, typing.Any], variant: str):
+        """
+        Args:
+            digest: of the graph, see `digest_of`.
+            stub: a program with the graph's inputs, outputs and donations.
+            options: of the compilation.
+            variant: everything else that the executable depends on.
+        """
+        self._cache, self._stub = cache, stub
+        key = _key_of(stub, options)
+        self._key = None if key is None else f"lowered {FORMAT} {digest} {key} {variant}"
+
+    def load(self) -> "Found | None":
+        """What is noted; None where it is not there, or cannot be loaded."""
+        content = None if self._key is None else self._cache.get(self._key)
+        if content is None:
+            return None
+        try:
+            known = json.loads(content)
+            entry = self._cache.get(known["entry"])
+            if entry is None:
+                return None
+            note, _, packed = entry.partition(b"\n")
+            for name in known["calls"]:
+                library.register_xla_target(name)
+            serialized, stub = compat.cached_executable(packed), self._stub.compile()
+            compiled = compat.with_executable(stub, compat.load_executable(serialized, stub))
+            return Found(compiled=compiled, note=note.decode(), module=whole_module(serialized))
+        except Exception as error:  # the graph is lowered, and its program compiled if need be
+            log.info("graphacc: a program is not loaded by its graph: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+            return None
+
+    def keep(self, entry: str, lowered: jax.stages.Lowered) -> None:
+        """Note where the program is kept that the graph was lowered to.
+
+        Args:
+            entry: its key in the cache.
+        """
+        calls = compat.custom_calls(lowered)
+        ours = sorted(name for name in calls if name.startswith(_OWN_CALLS))
+        if self._key is not None and calls <= {*ours, *_CALLS_OF_XLA} and not compat.has_lifted_constants(lowered):
+            self._cache.put(self._key, json.dumps({"entry": entry, "calls": ours}).encode())
+
+
+class _Asked(BaseException):
+    """JAX has asked for a program; no `Exception`, which JAX would take for a cache that cannot be read."""
+
+
+class _Probe:
+    """Takes the place of JAX's cache, and ends the compilation when it is asked for the program."""
+
+    _path = "memory"  # JAX's log messages read this name
+
+    def get(self, key: str) -> None:
+        raise _Asked(key)
+
+    def missed(self) -> None:
+        pass
+
+
+def _key_of(lowered: jax.stages.Lowered, options: Mapping[str, typing.Any]) -> str | None:
+    """JAX's key of a program; None where it does not ask for one."""
+    try:
+        with compat.persistent_cache(_Probe()):
+            lowered.compile(compiler_options=dict(options))
+    except _Asked as asked:
+        return str(asked)
+    return None
+
+
+def digest_of(step: StepGraph, mesh: Mesh) -> str | None:
+    """A digest of all that lowering a graph for a mesh reads; None where that cannot be said."""
+    try:
+        lines = [_line(node, number) for number, node in _numbered(step.graph)]
+    except _Unknown as reason:
+        log.debug("graphacc: a program is not found by its graph: %s", reason)
+        return None
+    devices = [(device.platform, device.device_kind, device.id, device.process_index) for device in mesh.devices.flat]
+    found = hashlib.sha256(repr((_surroundings(), tuple(mesh.shape.items()), devices, step.inputs, step.outputs)).encode())
+    found.update("\n".join(lines).encode())
+    return found.hexdigest()
+
+
+class _Unknown(Exception):
+    pass
+
+
+Numbers = Mapping[fx.Node, int]
+
+
+def _numbered(graph: fx.Graph) -> list[tuple[Numbers, fx.Node]]:
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    targets = {node.target for node in numbers if node.op == "call_function"}
+    foreign = {str(target) for target in targets - {operator.getitem}} - lowering.OWN_RULES
+    if foreign:
+        raise _Unknown(f"the rules of {sorted(foreign)} are not ours")
+    return [(numbers, node) for node in numbers]
+
+
+def _line(node: fx.Node, numbers: Numbers) -> str:
+    if node.op not in ("placeholder", "call_function", "output"):
+        raise _Unknown(f"{node.name} is a {node.op}")
+    target = node.target if node.op == "call_function" else node.op
+    arguments = (node.args, node.kwargs) if node.op != "placeholder" else ()
+    where = node.meta.get("module_path") or node.name
+    return f"{target} {_text(arguments, numbers)} {_form(node.meta.get('val'))} {where}"
+
+
+def _text(value: typing.Any, numbers: Numbers) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{numbers[value]}"
+    if type(value) in _PLAIN:
+        return repr(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        opening = "[" if isinstance(value, list) else "("
+        return opening + ",".join([_text(each, numbers) for each in value]) + ")"
+    if isinstance(value, dict):
+        return "{" + ",".join([f"{key!r}:{_text(each, numbers)}" for key, each in value.items()]) + "}"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), numbers)}"
+    raise _Unknown(f"an argument is a {type(value).__name__}")
+
+
+def _form(value: typing.Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ",".join(map(_form, value)) + ")"
+    if type(value) in _PLAIN:
+        return repr(value)
+    raise _Unknown(f"a value is a {type(value).__name__}")
+
+
+def _surroundings() -> tuple:
+    """What lowering reads besides the graph."""
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
+    return _sources(), torch.get_float32_matmul_precision(), compat.settings(), probes.switched_off(), variables
+
+
+@functools.cache
+def _sources() -> tuple:
+    """The versions of what lowering runs, and digests of our own part of it."""
+    versions = [platform.python_version(), *(importlib.metadata.version(name) for name in ("torch", "jax", "jaxlib", "numpy", "ml_dtypes"))]
+    folders = [pathlib.Path(__file__).parent, *(pathlib.Path(str(module.__file__)).parent for module in (lowering, ops, kernels, strategy, _compat))]
+    files = [*(path for folder in folders for path in folder.rglob("*.py")), pathlib.Path(str(graph.__file__))]
+    digest = hashlib.sha256()
+    for path in [*sorted(files), *_native()]:
+        digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return *versions, digest.hexdigest()
+
+
+def _native() -> Sequence[pathlib.Path]:
+    try:
+        return [library.find()]
+    except library.NativeLibraryError:
+        return []
