@@ -61,12 +61,14 @@ class Chip:
     launch_seconds: float  # of one kernel
     product_efficiency: tuple[tuple[int, float], ...]  # (smallest of m, k, n; share of the peak), by size; interpolated over the logarithm
     memory_efficiency: float  # share of the memory bandwidth that streams reach
+    attention_efficiency: float = 1.0  # share that a fused attention reaches of what a product of its dims would (see `Work.dims`)
 
     def __post_init__(self):
         for field in ("fp32_flops", "bf16_flops", "memory_bandwidth", "memory_bytes"):
             _check(self, field, "a number above 0", lambda x: x > 0)
         _check(self, "launch_seconds", "a number of at least 0", lambda x: x >= 0)
         _check(self, "memory_efficiency", "a number above 0 and at most 1", lambda x: 0 < x <= 1)
+        _check(self, "attention_efficiency", "a number above 0", lambda x: x > 0)
         if not _is_table(self.product_efficiency):
             raise StrategyError(
                 f"product_efficiency={self.product_efficiency} of chip {self.name!r}: give pairs (smallest dim, share of the peak) "

@@ -65,6 +65,20 @@ class Reduced:
             numbers |= dict.fromkeys(item.kept[1], 1 + len(item.groups) - len(item.kept))
         return numbers
 
+    def of_depth(self, num_groups: int) -> "Reduced":
+        """The same, standing for a step with so many equal groups of blocks: a model of three layers stands for one of a hundred.
+
+        Raises:
+            ValueError: the step has no equal blocks, or several classes of them, or fewer are asked for than are left.
+        """
+        if len(self.classes) != 1 or num_groups < len(self.classes[0].kept):
+            raise ValueError(f"of_depth({num_groups}) of a step with {len(self.classes)} classes of equal blocks: there must be one, of no more blocks than are left")
+        (found,) = self.classes
+        kept = len(found.kept)
+        longer = (num_groups - kept) / (len(found.groups) - kept)
+        counts = {name: round(1 + (number - 1) * longer) for name, number in self.counts.items()}
+        groups = (*found.kept[:-1], *(found.kept[-1:] * (num_groups - kept + 1)))
+        return dataclasses.replace(self, counts=counts, classes=(dataclasses.replace(found, groups=groups),))
 
     def count(self, node: Node) -> int:
         """How many nodes one of a program that passes have made of the step stands for: calls by their module, others by their name."""
@@ -73,6 +87,8 @@ class Reduced:
             if path in self.blocks:
                 return self.blocks[path]
             path = path.rpartition(".")[0]
+        if node.name not in self.counts and len(node.all_input_nodes) == 1:  # the sum over ranks of a gradient that is cast outside of all modules
+            return self.count(node.all_input_nodes[0])
         return self.counts.get(node.name, 1)
 
 

@@ -14,7 +14,7 @@ ring's bandwidth is that of its slowest level: one rank in each host has one NIC
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from graphacc.errors import StrategyError
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 
-def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip):
+def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip, attends: bool | Sequence[bool] = False):
     """Seconds of kernels.
 
     Args:
@@ -33,12 +33,13 @@ def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip):
         dims: (m, k, n) of its product, [..., 3]; None: none of them is one, or they are as efficient as the largest.
         size_bytes: read and written, [...].
         dtype: of the products, "fp32" or "bf16".
+        attends: whether each is a fused attention, [...].
 
     Returns:
         [...]; 0 where there is neither arithmetic nor memory, as for a view.
     """
     smallest = math.inf if dims is None else np.min(np.asarray(dims), axis=-1)
-    arithmetic = np.asarray(flops) / (chip.peak_flops(dtype) * chip.efficiency(smallest))
+    arithmetic = np.asarray(flops) / (chip.peak_flops(dtype) * chip.efficiency(smallest) * np.where(attends, chip.attention_efficiency, 1.0))
     memory = np.asarray(size_bytes) / (chip.memory_bandwidth * chip.memory_efficiency)
     seconds = np.maximum(arithmetic, memory)
     return np.where(seconds > 0, seconds + chip.launch_seconds, 0.0)[()]
@@ -51,7 +52,8 @@ def work_seconds(works: Iterable[Work], chip: Chip) -> np.ndarray:
     for dtype in {work.dtype for work in works}:
         chosen = [i for i, work in enumerate(works) if work.dtype == dtype]
         dims = [works[i].dims or (math.inf,) * 3 for i in chosen]
-        seconds[chosen] = compute_seconds([works[i].flops for i in chosen], dims, [works[i].size_bytes for i in chosen], dtype, chip)
+        sizes, attends = [works[i].size_bytes for i in chosen], [works[i].attends for i in chosen]
+        seconds[chosen] = compute_seconds([works[i].flops for i in chosen], dims, sizes, dtype, chip, attends)
     return seconds
 
 

@@ -37,6 +37,7 @@ class Work:
     dtype: str = "fp32"  # of the product: "bf16" (fp16 too), or "fp32"
     read_bytes: int = 0
     written_bytes: int = 0
+    attends: bool = False  # a fused attention
 
     @property
     def size_bytes(self) -> int:
@@ -112,6 +113,7 @@ def _work(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.No
         dtype=_dtype(node) if flops else "fp32",
         read_bytes=sum(_union(node, reads).values()),
         written_bytes=_size_bytes(node),
+        attends=node.target in _ATTENDS,
     )
 
 
@@ -214,6 +216,7 @@ _OWN: dict[object, Callable] = {
     _ops.grouped_mm_weight_grad.default: _grouped_weight_grad,
 }
 """Operators that torch's registry does not count -> function of their arguments."""
+_ATTENDS = frozenset({_ops.flash_attention.default, _ops.flash_attention_backward.default})
 if hasattr(_aten, "_grouped_mm"):
     _OWN[_aten._grouped_mm.default] = _torch_grouped
 

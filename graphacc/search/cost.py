@@ -2,15 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.fx
 
-from graphacc.costs.hardware import Hardware
+from graphacc.costs.hardware import Chip, Hardware
 from graphacc.costs.memory import saved_for_backward
-from graphacc.costs.seconds import collective_seconds, compute_seconds
+from graphacc.costs.seconds import collective_seconds, work_seconds
 from graphacc.costs.work import Work, kernels
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
@@ -21,7 +20,6 @@ _LOOKED_THROUGH = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER)
 _REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default)
 RETURNED = (Kind.LOSS, Kind.USER)
 """Outputs that the loop gets; the others replace inputs, or are gradients that the update consumes."""
-_LARGE = 2**30  # dims of what is no product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,15 +53,29 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What one kernel does, and how many of them the whole graph has."""
+
+    phase: Phase
+    work: Work
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphCost:
     """The work of the program of one device."""
 
-    seconds: Mapping[Phase, float]  # of its kernels, one after the other
+    kernels: tuple[Kernel, ...]
+    seconds: Mapping[Phase, float]  # of its kernels, one after the other, on the chip that it was read for
     moved: tuple[Moved, ...]
     weights: tuple[Weight, ...]
     other_bytes: int  # buffers, batch, and what is returned to the loop
     saved_bytes: int  # what forward leaves for backward, beyond one of each repeated layer
     nodes: int
+
+    def on(self, chip: Chip) -> "GraphCost":
+        """The same program on another chip."""
+        return dataclasses.replace(self, seconds=_seconds(self.kernels, chip))
 
 
 def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1) -> GraphCost:
@@ -73,14 +85,11 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         step: after the passes: shapes are those of one device.
         count: nodes that one stands for, where equal layers were left out.
     """
-    found = kernels(step)
-    numbers = np.array([count(node) for node in found])
-    seconds = dict.fromkeys(Phase, 0.0)
-    for node, number, time in zip(found, numbers, _seconds(found, hardware)):
-        seconds[node.meta["phase"]] += float(number * time)
+    found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node)) for node, work in kernels(step).items())
     saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step).items())
     return GraphCost(
-        seconds=seconds,
+        kernels=found,
+        seconds=_seconds(found, hardware.chip),
         moved=_moved(step, count),
         weights=_weights(step, count),
         other_bytes=sum(count(node) * value_bytes(node) for node in _others(step)),
@@ -172,13 +181,8 @@ def value_bytes(node: torch.fx.Node) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def _seconds(found: Mapping[torch.fx.Node, Work], hardware: Hardware) -> np.ndarray:
-    """Of each kernel [kernels]."""
-    works = list(found.values())
-    seconds = np.zeros(len(works))
-    for dtype in {work.dtype for work in works}:
-        chosen = np.array([i for i, work in enumerate(works) if work.dtype == dtype])
-        flops = np.array([works[i].flops for i in chosen])
-        dims = np.array([works[i].dims or (_LARGE,) * 3 for i in chosen])
-        seconds[chosen] = compute_seconds(flops, dims, np.array([works[i].size_bytes for i in chosen]), dtype, hardware.chip)
+def _seconds(found: Sequence[Kernel], chip: Chip) -> dict[Phase, float]:
+    seconds = dict.fromkeys(Phase, 0.0)
+    for kernel, time in zip(found, work_seconds((kernel.work for kernel in found), chip), strict=True):
+        seconds[kernel.phase] += float(kernel.count * time)
     return seconds

@@ -73,8 +73,17 @@ class Profile:
         once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(cast, hardware)
         return strategy.microbatches * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in waited))
 
-    def estimate(self, strategy: Strategy, hardware: Hardware) -> Estimate:
-        """Compose the estimate of a strategy with this profile's model-parallel axes."""
+    def gradient_bytes(self, strategy: Strategy) -> int:
+        """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
+        whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
+        return whole // strategy.fsdp if strategy.zero_stage >= 2 or strategy.offload is not None else whole
+
+    def estimate(self, strategy: Strategy, hardware: Hardware, *, sums_once: bool = False) -> Estimate:
+        """Compose the estimate of a strategy with this profile's model-parallel axes.
+
+        Args:
+            sums_once: gradients are summed over the ranks after the last microbatch, as Megatron-LM does; our programs do it after each.
+        """
         stage, ranks = strategy.zero_stage, strategy.fsdp
         weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
         kept = sum(weight.size_bytes for weight in weights)
@@ -110,6 +119,7 @@ class Profile:
             moved=moved,
             strategy=strategy,
             hardware=hardware,
+            sums_once=sums_once,
             parameter_bytes=round(kept_bytes * (share if stage == 3 else 1.0)),
             state_bytes=0 if offloads else round(state * share),
             host_bytes=round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
@@ -121,20 +131,21 @@ class Profile:
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
     """The estimate of a whole program of one device, with the bytes that it keeps by part."""
     seconds = {phase: cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
-    return _estimate(seconds=seconds, update=update_seconds, moved=list(cost.moved), strategy=strategy, hardware=hardware, **sizes)
+    return _estimate(seconds=seconds, update=update_seconds, moved=list(cost.moved), strategy=strategy, hardware=hardware, sums_once=False, **sizes)
 
 
 def _estimate(
-    *, seconds: Mapping[Phase, float], update: float, moved: list[Moved], strategy: Strategy, hardware: Hardware, **sizes: int
+    *, seconds: Mapping[Phase, float], update: float, moved: list[Moved], strategy: Strategy, hardware: Hardware, sums_once: bool, **sizes: int
 ) -> Estimate:
-    count = strategy.microbatches  # each runs forward and backward, and reduces its gradients
+    count = strategy.microbatches  # each runs forward and backward, and, unless `sums_once`, reduces its gradients
     seconds = {phase: count * time for phase, time in seconds.items()}
     exposed: dict[str, float] = {}
     hideable = dict.fromkeys(Phase, 0.0)
     by_axis: dict[tuple[Phase, str], float] = {}
     for item in moved:
         axis = item.axis.partition("/")[0].partition("%")[0]
-        time = move_seconds(item, strategy.mesh, hardware) * (1 if item.phase is Phase.UPDATE else count)
+        once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
+        time = move_seconds(item, strategy.mesh, hardware) * (1 if once else count)
         if axis in GRADIENT_AXES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase] += time
             by_axis[item.phase, axis] = by_axis.get((item.phase, axis), 0.0) + time

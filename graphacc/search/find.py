@@ -82,10 +82,31 @@ class Search:
         self._exact: dict[Strategy, Estimate | str] = {}
         self._splits: dict[int, Mapping] = {}
         self._experts = find_experts(joint)
-        self._reduced = reduce_repeats(joint)
+        self.reduced = reduce_repeats(joint)
         self._state = _state_bytes(update)
 
     # ---- levels of evaluation
+
+    def profile_of(self, strategy: Strategy) -> Profile:
+        """What a rank of the strategy's model axes does at its local batch.
+
+        Raises:
+            StrategyError: the passes refuse the strategy.
+        """
+        key = self._profile_key(strategy)
+        if key not in self._profiles:
+            start = time.perf_counter()
+            try:
+                self._profiles[key] = self._profile(strategy)
+            except (StrategyError, GraphError) as error:
+                self._profiles[key] = str(error).partition("\n")[0]
+            except RuntimeError as error:  # a defect of a pass; the plan lists it, and the others can still be chosen
+                self._profiles[key] = f"a pass failed: {str(error).partition(chr(10))[0]}"
+            self._spent("profiles", start)
+        profile = self._profiles[key]
+        if isinstance(profile, str):
+            raise StrategyError(profile)
+        return profile
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """By arithmetic from a profile.
@@ -93,7 +114,7 @@ class Search:
         Raises:
             StrategyError: the passes refuse the strategy.
         """
-        profile = self._profile_of(strategy)
+        profile = self.profile_of(strategy)
         found = profile.estimate(strategy, self.hardware)
         return self._with_gradients(found, strategy)
 
@@ -198,7 +219,7 @@ class Search:
             members = groups.pop(order.pop(at))
             ranked = self._estimated(members, refusals)
             if ranked:
-                floors.append((members[0], self._profile_of(members[0]).floor(members[0], self.hardware)))
+                floors.append((members[0], self.profile_of(members[0]).floor(members[0], self.hardware)))
             if "remat" not in request.pins:
                 ranked += self._rematerialised(ranked, best)
             found += ranked
@@ -347,22 +368,6 @@ class Search:
     def _profile_key(self, strategy: Strategy) -> tuple:
         return (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), strategy.dp * strategy.fsdp)
 
-    def _profile_of(self, strategy: Strategy) -> Profile:
-        key = self._profile_key(strategy)
-        if key not in self._profiles:
-            start = time.perf_counter()
-            try:
-                self._profiles[key] = self._profile(strategy)
-            except (StrategyError, GraphError) as error:
-                self._profiles[key] = str(error).partition("\n")[0]
-            except RuntimeError as error:  # a defect of a pass; the plan lists it, and the others can still be chosen
-                self._profiles[key] = f"a pass failed: {str(error).partition(chr(10))[0]}"
-            self._spent("profiles", start)
-        profile = self._profiles[key]
-        if isinstance(profile, str):
-            raise StrategyError(profile)
-        return profile
-
     def _profile(self, strategy: Strategy) -> Profile:
         plain = Strategy(
             **{name: getattr(strategy, name) for name in _PROFILED},
@@ -370,8 +375,8 @@ class Search:
             dp=strategy.dp * strategy.fsdp,
             bucket_mb=0,
         )
-        local = self._local(self._reduced.step, plain)
-        cost = cost_of(local, self.hardware, self._reduced.count)
+        local = self._local(self.reduced.step, plain)
+        cost = cost_of(local, self.hardware, self.reduced.count)
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
         traffic = sum(w.count * (3 * w.size_bytes + 2 * state[w.name]) for w in cost.weights if w.trained)
@@ -423,12 +428,10 @@ class Search:
             return run_passes(step.copy(), passes)[0]
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
-        """With the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
-        offloads = strategy.offload is not None
-        if not self.accumulates and not offloads:
+        """With the gradients that stay between programs, where any do."""
+        if not self.accumulates and strategy.offload is None:
             return estimate
-        trained = sum(_input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM and item.trainable)
-        kept = trained // (strategy.tp * (strategy.fsdp if strategy.zero_stage >= 2 or offloads else 1))
+        kept = self.profile_of(strategy).gradient_bytes(strategy)
         return dataclasses.replace(estimate, other_bytes=estimate.other_bytes + kept)
 
     def _state_of(self, name: str, parameter_bytes: int) -> int:

@@ -105,6 +105,15 @@ def test_what_does_not_repeat_stays_as_it_is(name):
     assert reduced.step is step and not reduced.classes and set(reduced.counts.values()) == {1}
 
 
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.matrix), pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
+def test_three_layers_stand_for_six(name):
+    for three, six in zip(deep_steps(name, 3), deep_steps(name, 6), strict=True):
+        reduced = reduce_repeats(three).of_depth(6)
+        assert sums(reduced.step, reduced.counts) == sums(six) and sorted(reduced.blocks.values()) == [1, 5]
+    with pytest.raises(ValueError, match="0 classes"):
+        reduce_repeats(deep_steps(name, 2)[0]).of_depth(6)
+
+
 STRATEGIES = ["dp=8", "fsdp=8", "tp=2,fsdp=4", "cp=2,fsdp=4"]
 BENT = [("llama", "cp=2,fsdp=4"), ("mixtral", "cp=2,fsdp=4")]
 """Where few layers have their peak elsewhere than many: there the memory of temporaries is linear from four layers on."""

@@ -33,6 +33,17 @@ def test_a_kernel_takes_its_arithmetic_or_its_memory_and_the_launch():
     assert compute_seconds(0, None, 0, "fp32", CHIP) == 0.0, "a view is no kernel"
 
 
+def test_a_fused_attention_has_an_efficiency_of_its_own():
+    chip = dataclasses.replace(CHIP, attention_efficiency=0.5)
+    dims = (1024, 2048, 4096)
+    assert compute_seconds(1e9, dims, 1e6, "bf16", chip) == pytest.approx(1e9 / 50e12 + 1e-6)
+    assert compute_seconds(1e9, dims, 1e6, "bf16", chip, attends=True) == pytest.approx(1e9 / 25e12 + 1e-6)
+    works = [Work(flops=1e9, dims=dims, dtype="bf16", attends=attends) for attends in (False, True)]
+    assert work_seconds(works, chip) == pytest.approx([1e9 / 50e12 + 1e-6, 1e9 / 25e12 + 1e-6])
+    with pytest.raises(StrategyError, match="attention_efficiency=0 of chip"):
+        dataclasses.replace(CHIP, attention_efficiency=0)
+
+
 def test_arrays_give_what_numbers_give():
     generator = np.random.default_rng(0)
     flops, sizes, dims = generator.uniform(0, 1e12, 50), generator.uniform(0, 1e9, 50), generator.integers(1, 5000, (50, 3))

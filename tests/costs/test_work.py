@@ -135,3 +135,4 @@ def test_causal_attention_of_a_model_is_half():
     for before, after in ((ops.sdpa, ops.flash_attention), (ops.sdpa_backward, ops.flash_attention_backward)):
         want = [work.flops * (zoo.SEQ + 1) / (2 * zoo.SEQ) for work in found(step, before.default)]
         assert want and [work.flops for work in found(attached, after.default)] == pytest.approx(want)
+        assert all(work.attends for work in found(attached, after.default))

@@ -69,6 +69,15 @@ def test_estimates_know_what_is_computed_again(strategy):
     assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.1) and composed.temporary_bytes < 0.9 * without.temporary_bytes
 
 
+def test_sums_of_gradients_over_cp_count_for_every_layer():
+    """Under bf16 they stand behind casts outside of all modules."""
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    case = build(gpt2(layers=6, width=128, length=32, vocabulary=64), {"input_ids": ids, "labels": ids}, precision="bf16")
+    found, strategy = Search(case.joint, case.update, CPU), Strategy.parse("dp=4,cp=2,precision=bf16")
+    composed, exact = (evaluate(strategy).exposed_seconds["cp"] for evaluate in (found.estimate, found.evaluate))
+    assert composed == pytest.approx(exact, rel=0.02)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_estimates_are_those_of_the_real_passes(strategy):
     """Composed by arithmetic against read from the whole program."""
