@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import pytest
 import torch
-from selection import slices_of
+from selection import DefaultCases, slices_of
 
 torch.set_num_threads(1)
 
@@ -18,6 +18,10 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(DefaultCases(), "default_cases")
 
 
 def pytest_collection_finish(session):

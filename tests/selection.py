@@ -18,6 +18,27 @@ def _in_matrix(case):
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.matrix)
 
 
+class DefaultCases:
+    """Plugin: ``@pytest.mark.default_cases("gpt2-fsdp=8")`` names the cases of a test, as pytest does, that are not left to the matrix."""
+
+    def __init__(self):
+        self._missing: dict[str, set[str]] = {}  # test -> named cases that were not collected
+
+    def pytest_itemcollected(self, item: pytest.Item):
+        mark = item.get_closest_marker("default_cases")
+        if mark is None:
+            return
+        case = item.callspec.id
+        self._missing.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(case)
+        if case not in mark.args:
+            item.add_marker(pytest.mark.matrix)
+
+    def pytest_collection_finish(self, session: pytest.Session):
+        missing = {test: sorted(cases) for test, cases in self._missing.items() if cases}
+        if missing and not any("::" in argument for argument in session.config.args):
+            raise pytest.UsageError(f"default_cases names cases that do not exist: {missing}")
+
+
 def slices_of(items: Iterable[pytest.Item], count: int) -> dict[str, int]:
     """Test -> its slice, from 1 to `count`.
 

@@ -8,6 +8,8 @@ import runpy
 import shlex
 import tomllib
 
+import pytest
+
 import graphacc
 from graphacc import cli
 
@@ -23,6 +25,7 @@ def blocks(language: str) -> list[tuple[int, str]]:
     return [(TEXT.count("\n", 0, match.start(1)), match[1]) for match in found]
 
 
+@pytest.mark.matrix
 def test_every_python_block_runs(tmp_path, monkeypatch, capsys):
     """In one file, whose lines have the guide's numbers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -437,12 +437,13 @@ def _references_of_one() -> int:
 
 def untraced(function):
     """A function of a module as torch.compile calls it without tracing it; itself where torch.compile's frontend was never loaded."""
-    return function if "torch._dynamo" not in sys.modules else _disabled(function)
+    frontend = sys.modules.get("torch._dynamo")
+    if frontend is not None and function not in _untraced:
+        _untraced[function] = frontend.disable(function)
+    return _untraced.get(function, function)
 
 
-@functools.cache
-def _disabled(function):
-    return sys.modules["torch._dynamo"].disable(function)
+_untraced: dict = {}  # no functools.cache: torch.compile's frontend warns where it meets one
 
 
 def applied_functions() -> list[tuple[object, type, tuple, dict]]:

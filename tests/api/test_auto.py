@@ -21,6 +21,7 @@ def trained(model: nn.Module, name: str, strategy, **options):
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("gpt2", None), ("llama", "auto,tp=2"), ("qwen3_moe", "auto,ep=2,dp=1"), ("resnet", "auto")])
+@pytest.mark.default_cases("llama-auto,tp=2")
 def test_the_choice_trains_as_pytorch_does(name, strategy, caplog):
     model, reference, expected = training.plainly_trained(name)
     model, losses = trained(model, name, strategy)
@@ -36,6 +37,7 @@ def test_the_choice_trains_as_pytorch_does(name, strategy, caplog):
     assert len(model.programs) == 1, "nothing was compiled before the choice"
 
 
+@pytest.mark.matrix
 def test_an_evaluation_before_training():
     """It runs under a strategy that every model can have; what lies on the devices then comes home."""
     model, reference, expected = training.plainly_trained("gpt2")
@@ -102,6 +104,7 @@ def without_memory(monkeypatch):
     monkeypatch.setattr(Hardware, "present", classmethod(lambda cls, devices=None: small))
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_is_said_before_anything_is_compiled(without_memory):
     model, batch = zoo.MODELS["gpt2"]()[0], zoo.batch("gpt2", 0, 8)
     model = graphacc.compile(model, strategy="auto", devices=8, cache_dir=None)
@@ -122,6 +125,7 @@ def kept(model: nn.Module, caplog, reason: str) -> None:
     assert len(said) == 1 and said[0].startswith("graphacc: no strategy was searched, fsdp=8 runs: ") and reason in said[0]
 
 
+@pytest.mark.matrix
 def test_the_default_of_what_does_not_fit(without_memory, caplog):
     model, reference, expected = training.plainly_trained("gpt2")
     model, losses = trained(model, "gpt2", None)
@@ -163,6 +167,7 @@ def test_the_default_of_values_that_only_the_devices_have(caplog, tmp_path):
     kept(model, caplog, "made on the meta device")
 
 
+@pytest.mark.matrix
 def test_on_the_meta_device_and_for_hardware_that_is_not_here():
     """A model of 13 GB, planned without its weights."""
     import transformers

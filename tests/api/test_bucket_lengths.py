@@ -52,6 +52,7 @@ def check(name: str, batches: list[dict], strategy: str | None = None, **options
 
 
 @pytest.mark.parametrize("buckets", [(16, 32), pytest.param(BUCKETS, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_thirty_batches_of_thirty_lengths(buckets, caplog):
     lengths = (torch.randperm(30, generator=torch.Generator().manual_seed(0)) + 3).tolist()
     model = check("gpt2", causal_batches(lengths), bucket_lengths=buckets)
@@ -63,6 +64,7 @@ def test_thirty_batches_of_thirty_lengths(buckets, caplog):
     ("name", "strategy"),
     [("bert", None), ("gpt2", "fsdp=8"), ("llama", "tp=2"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("bert", "fsdp=8"), ("llama", "fsdp=2,tp=2"), ("bert", "tp=2"), ("llama", "dp=2")))],
 )
+@pytest.mark.default_cases("gpt2-fsdp=8")
 def test_models_and_strategies(name, strategy):
     lengths = [13, 9, 16, 11]
     batches = padded_batches(lengths) if name == "bert" else causal_batches(lengths)
@@ -87,6 +89,7 @@ def sentences(lengths) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randint(0, 20, (B, length), generator=random), torch.randint(0, 5, (B, length), generator=random)) for length in lengths]
 
 
+@pytest.mark.matrix
 def test_the_loops_own_functions_and_results():
     """The loss is the loop's, and so are sizes; results have the batch's length; gradients accumulate."""
     torch.manual_seed(0)
@@ -165,6 +168,7 @@ class Sorting(Tagger):
         (Tagger, 2, "longer than the largest bucket, 16"),
     ],
 )
+@pytest.mark.default_cases("Branching-2-does something else at length", "Tagger-2-longer than the largest bucket, 16")
 def test_what_cannot_be_padded_is_compiled_for_its_own_length(kind, count, why, caplog):
     torch.manual_seed(0)
     reference = kind()
@@ -201,6 +205,7 @@ def test_options_that_make_no_sense(options, message):
         graphacc.compile(Tagger(), **options)
 
 
+@pytest.mark.matrix
 def test_two_lengths():
     """An encoder's and a decoder's, equal by chance in one batch."""
     random = torch.Generator().manual_seed(3)

@@ -29,6 +29,7 @@ def run(model, optimizer, batches) -> list[float]:
 
 
 @pytest.mark.parametrize("after", with_matrix([None, "fsdp=8,zero=3", "dp=2,fsdp=2,zero=1"], [None, "dp=2,fsdp=2,zero=1"]), ids=lambda text: text or "one device")
+@pytest.mark.default_cases("one device")
 def test_training_continues_under_another_strategy(after, tmp_path):
     start, _ = zoo.MODELS["gpt2"]()
     batches = batches_of("gpt2", 4)
@@ -48,6 +49,7 @@ def test_training_continues_under_another_strategy(after, tmp_path):
     assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
 
 
+@pytest.mark.matrix
 def test_the_same_strategy_continues_bit_for_bit_with_dropout(tmp_path):
     def build():
         torch.manual_seed(0)

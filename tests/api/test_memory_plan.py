@@ -15,6 +15,7 @@ CASES = [("gpt2", "fsdp=8", 256), ("qwen3_moe", "fsdp=2", 128)]  # the second on
 
 
 @pytest.mark.parametrize("name, strategy, batch_size", with_matrix(CASES, CASES[:1]))
+@pytest.mark.matrix
 def test_planned_steps_train_as_torch_does(name, strategy, batch_size):
     reference, _ = zoo.MODELS[name]()
     planned, plain = copy.deepcopy(reference), copy.deepcopy(reference)

@@ -125,6 +125,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=2,tp=2", "pp=2,fsdp=2,microbatches=2", "auto"])
+@pytest.mark.default_cases("fsdp=4", "fsdp=2,tp=2")
 def test_sharded_files_are_loaded_by_slices(saved, strategy):
     plain, directory = saved
     _, meta = on_meta(llama)
@@ -331,6 +332,7 @@ def test_values_are_made_for_whoever_looks_first():
     assert relative_error(descend(model), descend(plain)) < 1e-5
 
 
+@pytest.mark.matrix
 def test_a_model_that_pytorch_runs():
     plain, meta = on_meta(Branchy)
     assert relative_error(descend(compiled(meta, "fsdp=2")), descend(plain)) < 1e-5

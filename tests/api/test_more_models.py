@@ -215,6 +215,7 @@ def batches_of(case: Case) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", with_matrix(CASES, ["mamba", "recommender", "sequence_first", "parametrized"]))
+@pytest.mark.default_cases("recommender", "parametrized")
 def test_sharded_training_gives_what_plain_pytorch_gives(name):
     case = CASES[name]
     torch.manual_seed(0)
@@ -266,6 +267,7 @@ MASK = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1]).bool()
         lambda out: out[out.argmax(-1) == 1].sum() + out.mean(),
     ],
 )
+@pytest.mark.default_cases("<lambda>0", "<lambda>3")
 def test_a_loss_of_values_with_a_data_dependent_shape(request, loss):
     """A mask that the loop made is known when the step is captured; one made of the model's results is not, and PyTorch runs the loss."""
     torch.manual_seed(0)

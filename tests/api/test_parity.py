@@ -21,6 +21,7 @@ DEFAULT = [
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, DEFAULT), ids=[f"{name}-{strategy or 'one device'}" for name, strategy in CASES])
+@pytest.mark.default_cases("vit-dp=2,fsdp=4", "gpt2-one device", "gpt2-fsdp=8,zero=3", "tied_mlp-fsdp=8,zero=1", "resnet-fsdp=8,zero=3")
 def test_training_equals_plain_pytorch(name, strategy):
     model = check_parity(name, strategy)
     assert [compiled.kind for compiled in model.programs] == ["step"], model.explain()
@@ -39,6 +40,7 @@ class Captured(Exception):
     """The graphs are there; compiling them is left out."""
 
 
+@pytest.mark.matrix
 def test_what_is_captured_does_not_depend_on_the_strategy(monkeypatch):
     """So the other tests may capture once (`training.captured_once`)."""
     capture, found = Execution.capture, {}

@@ -35,11 +35,13 @@ EPOCHS = [
 
 
 @pytest.mark.parametrize(("name", "strategy", "sizes"), with_matrix(EPOCHS, [EPOCHS[0], EPOCHS[1], EPOCHS[4], EPOCHS[5]]))
+@pytest.mark.default_cases("resnet-dp=2,fsdp=4-sizes1", "tied_mlp-fsdp=8-sizes0")
 def test_an_epoch_with_a_partial_batch(name, strategy, sizes):
     check_epoch(name, strategy, sizes)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8,zero=1", "dp=2,fsdp=4"])
+@pytest.mark.default_cases("dp=2,fsdp=4")
 def test_accumulation_over_a_full_and_a_partial_batch(strategy):
     reference, _ = zoo.MODELS["resnet"]()
     model = compiled(copy.deepcopy(reference), strategy)
@@ -76,6 +78,7 @@ def test_the_logger_says_once_what_it_costs(caplog):
     assert "the batch of 4 rows" in notes[0] and "dp=8" in notes[0] and "about 8 times the time" in notes[0]
 
 
+@pytest.mark.matrix
 def test_the_batch_dim_of_the_user(caplog):
     """Rows in dim 1."""
 

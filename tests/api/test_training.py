@@ -25,6 +25,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("strategy", with_matrix([None, "fsdp=4,zero=3", "fsdp=4,zero=1"], ["fsdp=4,zero=3"]), ids=lambda text: text or "one device")
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.default_cases("cpu_adam-fsdp=4,zero=3", "adafactor-fsdp=4,zero=3")
 def test_any_optimizer(name, strategy):
     check_parity("tied_mlp", strategy, lambda model: OPTIMIZERS[name](model.parameters()))
 
@@ -45,6 +46,7 @@ ODD = [(make, zero) for make in ("muon", "adafactor", "adamw") for zero in (1, 2
 
 
 @pytest.mark.parametrize(("make", "zero"), with_matrix(ODD, [("muon", 1), ("muon", 3), ("adafactor", 2), ("adamw", 3)]))
+@pytest.mark.default_cases("muon-1", "adamw-3")
 def test_optimizers_that_are_not_element_wise_with_padded_parameters(make, zero):
     def optimizer(model):
         if make == "muon":
@@ -65,6 +67,7 @@ BF16 = [(name, strategy) for name in ("gpt2", "resnet") for strategy in (None, "
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(BF16, [("gpt2", "dp=2,fsdp=4"), ("resnet", None)]), ids=[f"{name}-{strategy or 'one device'}" for name, strategy in BF16])
+@pytest.mark.default_cases("gpt2-dp=2,fsdp=4")
 def test_bf16_computes_in_bf16_with_fp32_masters(name, strategy):
     reference, _ = zoo.MODELS[name]()
     model = compiled(copy.deepcopy(reference), strategy, precision="bf16")
@@ -139,6 +142,7 @@ def test_gradient_accumulators_are_sharded_from_stage_two():
     assert held[1] == 64 * 64 * 4 and held[2] == held[3] == held[1] // 8
 
 
+@pytest.mark.matrix
 def test_state_dict_round_trip_keeps_names_and_ties():
     reference, _ = zoo.MODELS["gpt2"]()
     model = compiled(copy.deepcopy(reference), "fsdp=8")

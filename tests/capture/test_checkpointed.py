@@ -72,6 +72,7 @@ def saved(step: StepGraph, strategy: str = "") -> int:
 
 
 @pytest.mark.parametrize("how", ["reentrant", "plain", "nested", "products", "policy"])
+@pytest.mark.default_cases("reentrant", "products")
 def test_the_same_bits_come_out(how):
     plain, case = case_of("none"), case_of(how)
     inputs = case.inputs(case.step)
@@ -99,6 +100,7 @@ def test_regions_of_the_model_come_before_those_of_the_strategy():
     assert saved(case_of("policy").step, "remat=blocks") == saved(case_of("none").step)
 
 
+@pytest.mark.matrix
 def test_gradient_checkpointing_of_transformers():
     plain, batch = zoo.MODELS["gpt2"]()
     model, _ = zoo.MODELS["gpt2"]()

@@ -214,6 +214,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.default_cases("a shared tensor with a gradient", "an object that layers write", "batch norm", "dropout")
 def test_copies_are_what_a_trace_of_every_layer_gives(name):
     copied, whole, in_two_ways = both(MODELS[name]())
     assert in_two_ways
@@ -221,6 +222,7 @@ def test_copies_are_what_a_trace_of_every_layer_gives(name):
     assert not copied.constants, "the empty tensors that caches begin with are nobody's"
 
 
+@pytest.mark.matrix
 def test_copies_in_bf16_and_without_gradients():
     for options in (dict(precision="bf16"), dict(capture=capture_forward)):
         copied, whole, in_two_ways = both(tower(), **options)
@@ -323,6 +325,7 @@ def _with_mode(model: Tower, number: int) -> Tower:
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.default_cases("hooks on saved tensors", "another constant", "a custom autograd.Function")
 def test_what_is_not_equal_is_traced(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the count of calls is a fixed number, which a warning says
@@ -331,6 +334,7 @@ def test_what_is_not_equal_is_traced(name):
     assert_same(copied, whole)
 
 
+@pytest.mark.matrix
 def test_a_run_between_unequal_layers_is_copied():
     model = Tower([Block(0.5), *(Block() for _ in range(LAYERS)), Block(0.25)])
     copied, whole, in_two_ways = both(model)
@@ -396,6 +400,7 @@ def _loss_and_logits(result) -> tuple[Tensor, list[Tensor]]:
     return result.loss, [result.logits]
 
 
+@pytest.mark.matrix
 def test_layers_of_two_lists():
     model = nn.Sequential(tower(), nn.Linear(1, 4), tower())
     copied, whole, in_two_ways = both(model)

@@ -73,6 +73,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"proj_size": 3}, {"bias": False}], ids=str)
+@pytest.mark.default_cases("{}")
 def test_lstm(options):
     model = Recurrent(**options)
     count = 4 if options.get("bidirectional") else 2

@@ -40,6 +40,7 @@ def untouched(model):
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.default_cases("gpt2", "llama", "qwen3", "mixtral", "qwen3_moe", "bert", "vit", "resnet", "lstm_lm", "tied_mlp")
 def test_joint_equals_eager(name):
     model, kwargs = zoo.MODELS[name]()
     check_untouched = untouched(model)
@@ -102,6 +103,7 @@ def test_every_node_names_the_users_line():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # eager's own fast path
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet", "nn_transformer"])
+@pytest.mark.default_cases("gpt2", "nn_transformer")
 def test_forward_in_evaluation(name):
     model, kwargs = zoo.MODELS[name]()
     model.eval()

@@ -221,6 +221,7 @@ def test_sparse_embedding_gets_a_dense_gradient():
     ],
     ids=["groupnorm", "instancenorm", "conv1d", "weight norm", "activations", "seq first transformer"],
 )
+@pytest.mark.default_cases("groupnorm", "weight norm")
 def test_layers(net, shape):
     x = torch.randn(shape)
     step, _ = check(

@@ -100,6 +100,7 @@ def train(model, batch_of=lambda x, y: (x, y), requires_grad=False, steps=4):
 
 
 @pytest.mark.parametrize("make", [Out, Frozen, Pair, Plain, Slotted, nested, generator, zipped])
+@pytest.mark.default_cases("Out", "Slotted")
 def test_returned_objects(make):
     torch.manual_seed(0)
     reference = Returning(make)

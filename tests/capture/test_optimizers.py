@@ -158,6 +158,7 @@ def assert_same(trainer, model, optimizer, tolerance=PARAMETERS_AFTER_STEPS):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.default_cases("AdamW", "AdamW tensor lr", "SGD dampening", "RAdam", "Rprop", "Lion")
 def test_five_steps_equal_torch(name):
     model = Toy()
     reference = copy.deepcopy(model)

@@ -13,6 +13,7 @@ from graphacc.graph import Kind
 
 
 @pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "resnet", "mixtral", "lstm_lm", "tied_mlp"]))
+@pytest.mark.default_cases("gpt2", "tied_mlp")
 def test_three_steps_equal_eager(name):
     model, kwargs = zoo.MODELS[name]()
     reference = copy.deepcopy(model)

@@ -56,6 +56,7 @@ def test_constants_are_found_again():
     assert found.error <= 0.01
 
 
+@pytest.mark.matrix
 def test_four_virtual_devices_are_measured(measured):
     hardware = measured.hardware
     assert str(hardware) == "cpu:4" and hardware.shared_cores >= 1 and hardware.error > 0

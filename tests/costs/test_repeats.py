@@ -76,6 +76,7 @@ def groups(reduced: Reduced) -> list[tuple[int, tuple[str, ...]]]:
         pytest.param("nn_transformer", {"transformer.encoder.layers": 6, "transformer.decoder.layers": 5}, marks=pytest.mark.matrix),
     ],
 )
+@pytest.mark.default_cases("gpt2-classes0-2", "gpt2-classes0-3")
 def test_sums_over_counts_are_those_of_the_whole_step(name, classes, keep):
     for step in deep_steps(name, 6):
         before = str(step.graph)
@@ -89,6 +90,7 @@ def test_sums_over_counts_are_those_of_the_whole_step(name, classes, keep):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
+@pytest.mark.default_cases("gpt2")
 def test_casts_of_parameters_belong_to_their_blocks(name):
     """Under bf16 they are made outside of all modules, and those of gradients too."""
     for step in deep_steps(name, 6, "bf16"):
@@ -99,6 +101,7 @@ def test_casts_of_parameters_belong_to_their_blocks(name):
 
 
 @pytest.mark.parametrize("name", ["tied_mlp", "lstm_lm", pytest.param("resnet", marks=pytest.mark.matrix), "gpt2"])
+@pytest.mark.default_cases("tied_mlp", "gpt2")
 def test_what_does_not_repeat_stays_as_it_is(name):
     step = deep_steps(name, 2)[1]
     reduced = reduce_repeats(step)
@@ -121,6 +124,7 @@ BENT = [("llama", "cp=2,fsdp=4"), ("mixtral", "cp=2,fsdp=4")]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "mixtral", "t5", "bert"))])
+@pytest.mark.default_cases("gpt2-dp=8", "gpt2-cp=2,fsdp=4")
 def test_programs_are_linear_in_the_depth(name, strategy):
     """Bytes of collectives, arguments and temporaries of 6 layers, from the programs of 2 and of 3 that are left."""
     step = deep_steps(name, 6)[1]
@@ -146,6 +150,7 @@ def program(step: StepGraph, strategy: str) -> collections.Counter:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "t5", "clip"))])
+@pytest.mark.default_cases("gpt2-dp=8", "gpt2-fsdp=8", "gpt2-tp=2,fsdp=4", "gpt2-cp=2,fsdp=4")
 def test_moves_of_a_plan_count_once_for_every_block(name, strategy):
     step = deep_steps(name, 6)[1]
     reduced = reduce_repeats(step)
@@ -167,6 +172,7 @@ def moves(step: StepGraph, strategy: str, weight) -> collections.Counter:
 
 
 @pytest.mark.parametrize(("name", "left"), [("gpt2", 2), ("t5", 4), pytest.param("llama", 2, marks=pytest.mark.matrix)])
+@pytest.mark.default_cases("gpt2-2")
 def test_the_reduced_step_trains_the_model_without_the_dropped_layers(name, left):
     """Losses and parameters of two steps, against PyTorch with a model of as many layers as are left of six."""
     model, batch = deep_model(name, 6)
@@ -318,6 +324,7 @@ def test_a_block_that_a_later_part_reads_is_left(detach):
     ],
     ids=["stack", "cat", "sum"],
 )
+@pytest.mark.default_cases("cat")
 def test_what_is_read_of_every_block_forbids_nothing(extra):
     ((number, kept),) = reduced_chain([Block() for _ in range(7)], extra)
     assert number >= 5 and len(kept) == 2  # the first and the last one may be left: their gradients are summed up otherwise

@@ -89,6 +89,7 @@ def test_other_batches_and_seeds_raise_in_both_processes(what):
         ("steps", "process 0 has ended its script after 7 actions, but process 1 runs the step program"),
     ],
 )
+@pytest.mark.matrix
 def test_one_program_more_and_one_step_more(what, text, tmp_path):
     """Process 1 waits for process 0 in its fifth, or in its eighth action, for longer than it needs to hear of that."""
     started = start([JOB, "differing", what, str(tmp_path)], GRAPHACC_TIMEOUT=str(TIMEOUT))
@@ -103,6 +104,7 @@ def test_one_program_more_and_one_step_more(what, text, tmp_path):
     assert seconds < TIMEOUT, seconds
 
 
+@pytest.mark.matrix
 def test_an_exit_status_counts_as_a_failure():
     first, second = finish(start([JOB, "differing", "exit"], GRAPHACC_TIMEOUT=str(TIMEOUT)))
     assert (first.status, second.status) == (70, 3), (first, second)

@@ -11,6 +11,7 @@ FURTHER_STRATEGIES = ["pp=4,microbatches=4,schedule=zb-h1", "pp=2,tp=2,microbatc
 
 
 @pytest.mark.parametrize("further", with_matrix([[], FURTHER_STRATEGIES], [[]]), ids=["one strategy", "further strategies"])
+@pytest.mark.matrix
 def test_stages_in_two_processes(further, tmp_path):
     """Losses, a checkpoint, logits, parameters: in both processes those of one process, and of a loop without stages."""
     strategies = (STRATEGY, *further)

@@ -17,6 +17,7 @@ def gpt2(strategy: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("strategy", with_matrix(STRATEGIES, ["dp=2,fsdp=4"]))
+@pytest.mark.matrix
 def test_both_processes_run_with_their_plan_and_with_the_bits_of_xlas(strategy):
     for found in gpt2(strategy):
         plan = found["plan"]
@@ -36,6 +37,7 @@ def unalike(tmp_path_factory):
     return [process.results[0] for process in finish(start([JOB, "unalike", str(tmp_path_factory.mktemp("caches"))]))]
 
 
+@pytest.mark.matrix
 def test_the_bits_are_equal_whatever_one_process_does(unalike):
     runs = [run for found in unalike for run in found["runs"].values()]
     assert len(runs) == 12 and {run["bits"] for run in runs} == {runs[0]["bits"]}

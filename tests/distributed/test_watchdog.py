@@ -13,6 +13,7 @@ JOB = str(HERE / "job.py")
 TIMEOUT = 3
 
 
+@pytest.mark.matrix
 def test_strangers_end_neither_the_watch_nor_the_job():
     """Lines that are no JSON, not ASCII, nested too deep, without a token, without an end: sent while two processes train."""
     first, second = finish(start([JOB, "strangers", str(3 * TIMEOUT)], GRAPHACC_TIMEOUT=str(TIMEOUT), variables=explicit_variables))

@@ -38,6 +38,7 @@ def eight(tmp_path_factory):
     return text, json.loads(path.read_text())
 
 
+@pytest.mark.matrix
 def test_eight_devices_by_itself(eight):
     text, result = eight
     assert "strategy: auto, searched at the first step, on 8 devices" in text and text.strip().splitlines()[-1].startswith("loss: 5.")
@@ -55,6 +56,7 @@ def test_the_loss_curve_is_that_of_one_device(eight, tmp_path):
         assert abs(a - b) < 1e-4
 
 
+@pytest.mark.matrix
 def test_killed_at_a_random_moment_and_resumed(eight, tmp_path):
     """The losses of a run that is killed and resumed are those of an uninterrupted run, bit for bit."""
     folder = tmp_path / "checkpoint"

@@ -66,6 +66,7 @@ def bits(tensors) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.default_cases("portable-default", "portable-maximize", "avx2-large steps", "avx2-all", "avx512-no decay", "avx512-average from the gradient's end")
 def test_agrees_with_adamw(isa, options):
     ours, theirs = parameters(), parameters()
     optimizer, reference = CPUAdam(ours, **options), torch.optim.AdamW(theirs, foreach=False, **options)
@@ -307,6 +308,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads through /proc")
+@pytest.mark.matrix
 def test_a_forked_child_starts_its_own_threads():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
 

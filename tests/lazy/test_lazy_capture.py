@@ -269,6 +269,7 @@ def test_an_optimizer_that_fx_cannot_trace():
     assert_parity(reference, model, expected, train(model, batches, lambda model: Scheduled(model.parameters())))
 
 
+@pytest.mark.matrix
 def test_importing_torch_xla_leaves_the_process_as_it_was():
     code = (
         "import os, torch; before = dict(os.environ); default = torch.get_default_device();"
@@ -284,6 +285,7 @@ def test_importing_torch_xla_leaves_the_process_as_it_was():
     assert result.stdout.strip() == "clean", result.stderr
 
 
+@pytest.mark.matrix
 def test_importing_torch_xla_replaces_nothing_of_torch():
     """torch_xla's import replaces nn.GRU, clip_grad_norm_, new_group and settings of torch.compile for the whole process."""
     job = pathlib.Path(__file__).with_name("process_state.py")

@@ -54,6 +54,7 @@ def is_recorded(call, tensors) -> bool:
     return True
 
 
+@pytest.mark.matrix
 def test_what_is_recorded_agrees_with_eager_torch():
     torch.manual_seed(0)
     found = list(cases())
@@ -72,6 +73,7 @@ def test_what_is_recorded_agrees_with_eager_torch():
     assert len({name for name, _, _ in recorded}) >= FLOOR * len({name for name, _, _ in found})
 
 
+@pytest.mark.matrix
 def test_operators_with_gradients():
     """Those that torch_xla has no HLO for are computed by their rules of the FX capture."""
     functions, tensors = zip(*map(with_gradient, CASES))

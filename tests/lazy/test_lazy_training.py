@@ -67,6 +67,7 @@ def check(make, batches: list[dict], strategy: str | None = None, **options):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
+@pytest.mark.default_cases("gpt2")
 def test_one_device_equals_plain_pytorch(name):
     model = check_parity(name, None, **OPTIONS)
     assert [program.kind for program in model.programs] == ["step"], model.explain()
@@ -104,6 +105,7 @@ def test_tensor_parallel_mlp_reduces_once_per_direction():
 
 
 @pytest.mark.parametrize(("name", "annotations"), [("gpt2", GPT2_TP), ("llama", LLAMA_TP)])
+@pytest.mark.default_cases("gpt2-annotations0")
 def test_tensor_parallel_attention(name, annotations):
     model = check_parity(name, "dp=2,tp=4", annotations=annotations, **OPTIONS)
     assert_attached(model, (4, zoo.HEADS // 4, zoo.SEQ, 8))
@@ -182,6 +184,7 @@ def losses_of(capture: str, batches: list[dict], seed: int = 0, strategy: str | 
     return train(model, batches)
 
 
+@pytest.mark.matrix
 def test_random_numbers_follow_the_seed_and_the_step():
     same = [lazy_models.sequences(0, length=3)] * 3
     first = losses_of("lazy", same)
@@ -192,6 +195,7 @@ def test_random_numbers_follow_the_seed_and_the_step():
     assert len(set(inside_torch)) == 3, "also those that C++ code of torch's own asks for"
 
 
+@pytest.mark.matrix
 def test_both_captures_draw_the_same_numbers():
     batches = [lazy_models.sequences(seed) for seed in range(3)]
     lazy = losses_of("lazy", batches)

@@ -63,6 +63,7 @@ def check(make, strategy: str | None, annotations=None, steps: int = 2):
     ids=["bool mask", "mask of finite numbers", "learned bias", "segments and window", "all"],
 )
 @pytest.mark.parametrize("strategy", [None, "dp=2,tp=4"], ids=["one device", "eight"])
+@pytest.mark.default_cases("one device-bool mask", "one device-all", "eight-segments and window")
 def test_every_form_is_a_kernel(options, strategy):
     """With 2 key heads for 4 query heads: under tp=4 every device has a copy of the key head of its query head."""
     model = check(lambda: Attends(**options), strategy, TP if strategy else None)
@@ -93,6 +94,7 @@ def dropped(capture: str, strategy: str | None, **options) -> list[float]:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["sdpa", "flash_attention"])
+@pytest.mark.default_cases("sdpa")
 def test_dropout_drops_the_same_everywhere(own):
     options = dict(own=own, dropout=0.4)
     expected = dropped("fx", None, **options)

@@ -73,6 +73,7 @@ def pair():
 
 
 @pytest.mark.parametrize("way", ["in the loop", "shifted labels", "smoothed", "gather", "index_select", "index", "one_hot", "scatter"])
+@pytest.mark.default_cases("in the loop", "index_select")
 def test_what_pytorch_refuses_is_refused(pair, way):
     reference, model = pair
     model.load_state_dict(reference.state_dict())
@@ -112,6 +113,7 @@ def test_indices_without_the_batch_are_checked_when_they_are_recorded():
 
 
 @pytest.mark.parametrize("strategy", ["dp=2", "pp=2,microbatches=2", "fsdp=2,microbatches=2"])
+@pytest.mark.default_cases("fsdp=2,microbatches=2")
 def test_under_strategies(strategy):
     model = compiled(Indexing(), strategy)
     losses = train(model, [labels(), labels(CLASSES), labels(-100), labels()], "shifted labels" if strategy == "dp=2" else "in the loop")

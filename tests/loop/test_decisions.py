@@ -136,6 +136,7 @@ CASES = [(Checked, by_call, "checked"), (MessagePassing, by_call, "graph"), (Wri
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])
 @pytest.mark.parametrize(("make", "loss_of", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.default_cases("Checked-by_call-checked-None", "Written-by_call-written-None", "Speech-by_concatenated_ctc-speech-None")
 def test_values_of_the_batch_are_answered(make, loss_of, name, strategy):
     check(make, loss_of, name, strategy)
 
@@ -289,6 +290,7 @@ def wav2vec2_batch(step):
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])
 @pytest.mark.parametrize(("make", "batch"), [(llava, llava_batch), (wav2vec2, wav2vec2_batch)], ids=["llava", "wav2vec2-ctc"])
+@pytest.mark.default_cases("wav2vec2-ctc-None")
 def test_checks_of_transformers_models(make, batch, strategy):
     torch.manual_seed(0)
     reference = make()

@@ -47,12 +47,14 @@ def copied(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=4", "pp=2,microbatches=2"])
+@pytest.mark.default_cases("None")
 def test_parity(strategy, copied):
     reference = deep()
     check_both(reference, compiled(copy.deepcopy(reference), strategy), loss_of, steps=3)
     assert copied and copied[0].copied == ("1.3", "1.4", "1.5")
 
 
+@pytest.mark.matrix
 def test_equal_bits_with_dropout(copied):
     trained = []
     for candidates in (capture_model.candidates, lambda model: {}):

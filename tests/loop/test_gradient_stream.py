@@ -33,6 +33,7 @@ def updates(model: nn.Module) -> dict[str | None, int]:
 
 
 @pytest.mark.parametrize("strategy", ["", "fsdp=4,zero=1,", "dp=2,fsdp=4,", "tp=2,fsdp=2,", "fsdp=4,remat=blocks,"])
+@pytest.mark.default_cases("", "tp=2,fsdp=2,")
 def test_updates_begin_before_their_program_has_ended(strategy):
     model = check(f"{strategy}offload=optimizer", adamw if "dp" in strategy else grouped, **({} if strategy else {"devices": 1}))
     assert updates(model) == {None: STEPS}
@@ -77,6 +78,7 @@ def test_the_timeline_of_an_update(tmp_path):
         ({}, lambda model, step: model.scale.grad.item(), "gradients were read or written before the step"),
     ],
 )
+@pytest.mark.default_cases("options0-clip-code on gradients, such as clipping, comes between backward and the step", "options3-write_a_gradient-gradients are added to those of an earlier backward, or to ones that the loop wrote")
 def test_what_needs_all_gradients_is_said(options, between, why):
     model = check("fsdp=2,offload=optimizer", adamw, between, **options)
     assert sum(updates(model).values()) == STEPS and None not in updates(model)

@@ -173,6 +173,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])
 @pytest.mark.parametrize("make", list(COMPILED), ids=lambda make: make.__name__)
+@pytest.mark.default_cases("Detector-None", "TwoStage-fsdp=8")
 def test_what_can_be_captured_is_compiled(make, strategy):
     torch.manual_seed(0)
     reference = make()
@@ -204,6 +205,7 @@ class Changing(nn.Module):
         return self.second(hidden.repeat(4, 1)[:count]).pow(2).mean()
 
 
+@pytest.mark.matrix
 def test_shapes_that_depend_on_values_do_not_compile_for_ever():
     torch.manual_seed(0)
     reference = Changing()

@@ -73,6 +73,7 @@ def equalities(values: list[float]) -> list[list[bool]]:
 
 @pytest.mark.parametrize("run", [seeded_again, without_gradients, forked, goes_on_after_a_fork], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.default_cases("1-seeded_again", "8-seeded_again")
 def test_numbers_repeat_where_eager_ones_do(run, devices):
     expected = equalities(run(dropping(None)))
     assert equalities(run(dropping(devices))) == expected

@@ -368,6 +368,7 @@ def flatten(values) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", with_matrix([None, "dp=2,fsdp=2"], ["dp=2,fsdp=2"]), ids=lambda text: text or "one device")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.default_cases("plain_loop-dp=2,fsdp=2", "clipped_and_read_at_once-dp=2,fsdp=2", "gradients_changed-dp=2,fsdp=2", "values_made_after_backward-dp=2,fsdp=2", "model_called_twice-dp=2,fsdp=2", "frozen_midway-dp=2,fsdp=2")
 def test_loop_gives_what_plain_pytorch_gives(loop, strategy):
     reference = Net()
     model = compiled(copy.deepcopy(reference), strategy)
@@ -475,6 +476,7 @@ def test_max_grad_norm_equals_clipping_in_the_loop():
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=2", "dp=2"], ids=lambda text: text or "one device")
+@pytest.mark.default_cases("one device")
 def test_constants_of_a_forward_belong_to_its_program(strategy):
     """Tensors made in the forward are lifted under the same names in training and evaluation, with other values."""
 
@@ -549,6 +551,7 @@ def test_a_copy_is_an_ordinary_model():
         assert torch.equal(copied.state_dict()[name], value)
 
 
+@pytest.mark.matrix
 def test_dropout_is_the_same_on_any_number_of_devices():
     class Dropped(Net):
         def forward(self, x):

@@ -107,6 +107,7 @@ def write_a_parameter(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp=4,offload=optimizer", "fsdp=2,zero=1,dp=2,offload=optimizer"])
 @pytest.mark.parametrize(("make_optimizer", "between"), [(grouped, clip), (adamw, accumulate), (adamw, write_a_gradient), (adamw, write_a_parameter)])
+@pytest.mark.default_cases("grouped-clip-fsdp=4,offload=optimizer", "adamw-write_a_gradient-fsdp=4,offload=optimizer")
 def test_loops(strategy, make_optimizer, between):
     check(strategy, make_optimizer, between)
 
@@ -120,6 +121,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.default_cases("sgd", "rmsprop")
 def test_other_optimizers_update_blocks_by_their_own_code(name):
     check("fsdp=2,offload=optimizer", OTHERS[name])
 
@@ -188,6 +190,7 @@ def plainly_delayed(model: nn.Module, data: list[torch.Tensor], after: int, drai
 
 @pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=2,zero=1", "pp=2,microbatches=2"])
 @pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.default_cases("1-fsdp=4", "1-fsdp=2,zero=1", "1-pp=2,microbatches=2")
 def test_a_delayed_update_uses_the_gradient_before(strategy, after):
     reference = Net()
     plain = copy.deepcopy(reference)
@@ -198,6 +201,7 @@ def test_a_delayed_update_uses_the_gradient_before(strategy, after):
 
 
 @pytest.mark.parametrize("read", ["parameter", "state", "evaluation", "checkpoint"])
+@pytest.mark.default_cases("parameter", "checkpoint")
 def test_reads_finish_the_update_that_waits(read, tmp_path):
     reference = Net()
     model = compiled(copy.deepcopy(reference), "fsdp=4,offload=optimizer,delay=1,delay_after=1")

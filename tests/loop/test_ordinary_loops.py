@@ -731,6 +731,7 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
 
@@ -744,6 +745,7 @@ def test_a_total_in_a_tensor_does_not_split_the_step():
 
 
 @pytest.mark.parametrize("run", [scaled_and_clipped, model_and_submodule, attribute_changes, two_calls_two_backwards, gradient_penalty])
+@pytest.mark.default_cases("scaled_and_clipped", "two_calls_two_backwards")
 def test_on_several_devices(run):
     assert_same(loop(run), "fsdp=2")
 
@@ -1010,6 +1012,7 @@ def logged_together(first, second):
 
 
 @pytest.mark.parametrize("run", [adversarial, teacher_and_student, one_optimizer_for_both, layer_by_layer, logged_together])
+@pytest.mark.default_cases("adversarial", "layer_by_layer")
 def test_two_models(run):
     two_models(run)
 
@@ -1047,6 +1050,7 @@ def alternating(clip=False, clears_after=False, read=False):
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": True}, {"clears_after": True}, {"read": True}], ids=str)
+@pytest.mark.default_cases("{}", "{'read': True}")
 def test_two_optimizers_in_turn(options):
     assert not assert_same(alternating(**options))._graphacc_engine.by_pytorch.counts
 
@@ -1143,6 +1147,7 @@ def scaled_under_autocast(m, dtype, enabled):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.default_cases("dtype1")
 def test_a_scaled_loop_under_autocast_is_as_near_to_fp32_as_pytorch_is(dtype):
     """XLA rounds to the short dtype at other places than PyTorch; the loop itself is exact, as it shows without autocast."""
     model, errors = compiled(Net(), None), {"GraphAcc": 0.0, "PyTorch": 0.0}
@@ -1271,6 +1276,7 @@ def converted(dtype):
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, lambda m: sgd(m, momentum=0.9), lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01)], ids=["sgd", "momentum", "rmsprop"])
+@pytest.mark.default_cases("momentum")
 def test_another_dtype_after_a_step(make_optimizer):
     model = assert_same(loop(converted(torch.float64), make_optimizer, steps=5))
     assert model.first.weight.dtype is torch.float64
@@ -1358,6 +1364,7 @@ def test_another_thread_sees_current_values():
     assert len(set(seen)) > 2
 
 
+@pytest.mark.matrix
 def test_random_numbers_of_the_loop_are_as_without_the_line():
     """In a process of its own: it is importing jax that would draw from NumPy's generator."""
     code = """
@@ -1461,6 +1468,7 @@ def renaming(rename, between_backwards):
 
 @pytest.mark.parametrize("between_backwards", [False, True])
 @pytest.mark.parametrize("rename", [in_another_order, items_swapped, weights_swapped, first_removed])
+@pytest.mark.default_cases("weights_swapped-False", "first_removed-True")
 def test_parameters_that_get_other_names_keep_their_values_gradients_and_state(rename, between_backwards):
     assert_same(renaming(rename, between_backwards), model=Layers())
 
@@ -1573,6 +1581,7 @@ def without_gradient(out, i):
 @pytest.mark.parametrize(
     "use", [number_that_changes, result_is_the_argument, beside_other_uses, two_results, by_numpy, one_in_another, context_apart, without_gradient]
 )
+@pytest.mark.default_cases("number_that_changes-None", "beside_other_uses-None", "by_numpy-None", "context_apart-None")
 def test_autograd_functions_in_the_loop(use, strategy):
     def step(m, o, x, y, i):
         return trained(o, F.cross_entropy(use(m(x), i), y))
@@ -1651,6 +1660,7 @@ def test_a_model_whose_forward_calls_its_optimizer():
 
 
 @pytest.mark.parametrize("plan", ["ff", "bb", "sfb", "sb", "fb", "sbs", "bfs"])
+@pytest.mark.default_cases("ff", "sb", "bfs")
 def test_statistics_of_calls_without_a_step_are_updated_in_order(plan):
     """f: forward alone, b: gradients that are cleared only after the next forward, s: a whole step."""
 
@@ -1691,6 +1701,7 @@ def test_parameters_that_are_frozen_after_a_step_keep_their_gradients_out_of_the
     assert run(model) == pytest.approx(run(reference), rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_views_of_gradients_that_as_strided_has_left_in_another_order():
     """Longformer's attention within overlapping chunks is one program."""
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)

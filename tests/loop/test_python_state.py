@@ -173,6 +173,7 @@ def trained(forward, change, by_pytorch):
 
 
 @pytest.mark.parametrize("name", READS)
+@pytest.mark.default_cases("namespace", "deep", "own class", "reference")
 def test_what_the_forward_reads(name):
     forward, change = READS[name]
     trained(forward, change, by_pytorch=False)
@@ -180,6 +181,7 @@ def test_what_the_forward_reads(name):
 
 
 @pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.default_cases("generator", "deque")
 def test_what_the_forward_changes(name):
     reference, model = trained(EFFECTS[name], lambda m, i: None, by_pytorch=True)
     assert model._graphacc_engine.by_pytorch.counts, "a program cannot do this in every step"
@@ -228,6 +230,7 @@ class Constrained(nn.Linear):
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=2"])
 @pytest.mark.parametrize("write", [assigned, in_place, copied, None], ids=["assigned", "in_place", "copied", "constrained"])
+@pytest.mark.default_cases("assigned-None", "copied-None")
 def test_parameters_that_the_forward_writes(write, strategy):
     torch.manual_seed(0)
     reference = nn.Sequential(Constrained(4, 8), nn.Tanh(), Constrained(8, 1)) if write is None else Momentum(write)

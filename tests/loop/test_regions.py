@@ -184,6 +184,7 @@ DEFAULT = [case for case in CASES if case[1] is None or case[0] in (gan, gradien
 
 
 @pytest.mark.parametrize(("loop", "strategy"), with_matrix(CASES, DEFAULT), ids=[f"{loop.__name__}-{strategy or 'one device'}" for loop, strategy in CASES])
+@pytest.mark.default_cases("gan-one device", "one_optimizer_for_all-one device", "adversarial_example-one device", "hooks_on_parameters-one device")
 def test_gradients_flow_as_in_pytorch(loop, strategy):
     torch.manual_seed(0)
     references = generator(), discriminator()

@@ -52,6 +52,7 @@ def operations(metrics: graphacc.StepMetrics, devices: int = 1) -> float:
     ("strategy", "accumulate", "evaluate"),
     [(None, 1, True), ("fsdp=2", 2, False), ("dp=2,microbatches=2", 1, False), ("pp=2,microbatches=2", 1, False)],
 )
+@pytest.mark.default_cases("None-1-True", "pp=2,microbatches=2-1-False")
 def test_operations_and_tokens_are_those_of_the_whole_batch(strategy, accumulate, evaluate):
     model = compiled(mlp(), strategy)
     found = logged(model, 4, accumulate=accumulate, evaluate=evaluate)

@@ -92,6 +92,7 @@ DEFAULT = [
 
 
 @pytest.mark.parametrize("loop, strategy, options", with_matrix(RIGHT, DEFAULT))
+@pytest.mark.default_cases("clipped-fsdp=2-options5", "plain-None-options0")
 def test_a_right_loop_passes(loop, strategy, options):
     model = compiled(Net(), strategy, verify=3, **options)
     loop(model, adamw(model))
@@ -100,6 +101,7 @@ def test_a_right_loop_passes(loop, strategy, options):
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, torch.optim.RAdam, torch.optim.Adagrad])
+@pytest.mark.default_cases("momentum")
 def test_other_optimizers_pass(make_optimizer):
     model = compiled(Net(), None, verify=3)
     plain(model, make_optimizer(model) if make_optimizer is momentum else make_optimizer(model.parameters()))
@@ -112,6 +114,7 @@ def broken_rule(monkeypatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+@pytest.mark.matrix
 def test_a_wrong_rule_is_seen(monkeypatch, strategy):
     broken_rule(monkeypatch, "aten.relu.default")
     model = compiled(Net(), strategy, verify=1)
@@ -141,6 +144,7 @@ def scaled(step: StepGraph, log) -> StepGraph:
 
 
 @pytest.mark.parametrize("name", ["JOIN_PRODUCTS", "COMMON_SUBEXPRESSIONS", "ATTACH_ATTENTION"])
+@pytest.mark.default_cases("COMMON_SUBEXPRESSIONS")
 def test_the_pass_at_fault_is_named(monkeypatch, name):
     item = getattr(pipeline, name)
     monkeypatch.setattr(pipeline, name, dataclasses.replace(item, run=scaled))
@@ -150,6 +154,7 @@ def test_the_pass_at_fault_is_named(monkeypatch, name):
     assert "module 'first', File" in str(error.value) or "module 'second', File" in str(error.value) or "module 'norm', File" in str(error.value)
 
 
+@pytest.mark.matrix
 def test_the_gradient_of_an_accumulating_loop_is_named(monkeypatch):
     monkeypatch.setattr(pipeline, "JOIN_PRODUCTS", dataclasses.replace(pipeline.JOIN_PRODUCTS, run=scaled))
     model = compiled(Net(), None, verify=1)
@@ -171,6 +176,7 @@ def test_nothing_is_copied_without_it(monkeypatch):
     assert str(report) in model.explain()
 
 
+@pytest.mark.matrix
 def test_verification_changes_no_value():
     found = []
     for steps in (0, 3):

@@ -54,6 +54,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("group", SUM_GROUPS)
 @pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.default_cases("sum-dp", "avg-fsdp", "max-dp+fsdp", "product-dp")
 def test_all_reduce_and_reduce_scatter(group, op):
     size = len(GROUPS[group][0])
     x = X.sign() + X % 2  # small values: products stay exact
@@ -110,6 +111,7 @@ def test_broadcast():
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.default_cases("dp", "fsdp/2")
 def test_axis_index_and_shard(group):
     size = len(GROUPS[group][0])
     places = _run(lambda x: torch.ops.graphacc.axis_index(size, group) + x.long() * 0, X[:, :1])

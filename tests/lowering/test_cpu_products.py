@@ -35,6 +35,7 @@ def text_of(step, *tensors) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.default_cases("dtype2")
 def test_products(dtype):
     for shape in ((), (3,)):
         for m, k, n in ((300, 257, 130), (5, 7, 1), (64, 600, 900)):
@@ -65,6 +66,7 @@ def routed(num_experts: int, num_rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("native", [True, False], ids=["in the dtype", "as fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.default_cases("dtype0-in the dtype", "dtype2-in the dtype")
 def test_grouped_products(dtype, native, monkeypatch):
     if not native:
         monkeypatch.setattr(products, "is_native", lambda dtype: dtype.itemsize > 2)
@@ -179,6 +181,7 @@ def test_half_products_of_a_graph_call_the_kernel(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+@pytest.mark.default_cases("None")
 def test_a_bf16_step_trains_with_the_kernel(strategy, monkeypatch):
     """As with XLA's products, whose gradients are as exact, and as plain PyTorch in fp32."""
     monkeypatch.setattr(cpu_products, "LEAST_OPERATIONS", 0)

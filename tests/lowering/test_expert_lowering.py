@@ -19,6 +19,7 @@ def test_rows_are_sorted_and_put_back(dtype):
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 12])
+@pytest.mark.default_cases("12")
 def test_buckets(capacity):
     rows = torch.randn(12, 3)
     for per_bucket, num_buckets in ((2, 2), (1, 4), (4, 1)):

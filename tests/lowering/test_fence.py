@@ -63,6 +63,7 @@ REREAD = {
 
 
 @pytest.mark.parametrize("name", REREAD)
+@pytest.mark.default_cases("avg_pool", "unfold")
 def test_what_is_read_several_times_is_computed_once(name):
     """The transcendental before the operator, and the one in the gradient that comes back to it, are each in a fusion before a fence."""
 

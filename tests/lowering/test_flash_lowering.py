@@ -55,6 +55,7 @@ def tensors(dtype, bias=None):
     ],
     ids=str,
 )
+@pytest.mark.default_cases("custom call-torch.float32-None-0", "blocks-torch.float32-None-0")
 def test_all_options(form, dtype, bias, rows):
     options = (10, 20, 0.3, int(rows), 0.25 if rows else 0.0, 3, [4, 4, 80, 100])
     check_lowering(both(options, bias is not None), *tensors(dtype, bias))

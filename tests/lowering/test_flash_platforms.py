@@ -211,6 +211,7 @@ def options(left, right, rows=EmptyRows.ZEROS):
     ],
     ids=str,
 )
+@pytest.mark.default_cases("(-1, 0)-(150, 300)", "(-1, -1)-(1, 130)")
 def test_bands_and_lengths(band, lengths):
     """Grouped heads, head sizes that differ, lengths that no block divides, queries beyond all keys."""
     check(((1, 4, lengths[0], 40), (2, lengths[1], 24)), options(*band))

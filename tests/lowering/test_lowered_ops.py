@@ -28,6 +28,7 @@ def _tensors(dtype, groups):
     ("mask", "dropout", "causal"),
     [("none", False, False), ("none", False, True), ("bool", True, False), ("added", False, True), ("row", True, True)],
 )
+@pytest.mark.default_cases("none-False-False-1-dtype0", "none-False-False-2-dtype1", "none-False-False-4-dtype2", "none-False-True-2-dtype0", "none-False-True-4-dtype1", "bool-True-False-1-dtype2", "bool-True-False-4-dtype0", "added-False-True-1-dtype1", "added-False-True-2-dtype2", "row-True-True-1-dtype0", "row-True-True-2-dtype1", "row-True-True-4-dtype2")
 def test_sdpa_and_its_backward(dtype, groups, mask, dropout, causal):
     q, k, v = _tensors(dtype, groups)
     mask = _mask(mask)
@@ -75,6 +76,7 @@ KEY = torch.tensor([0xDEADBEEF, 2**32 + 12345])
 
 @pytest.mark.parametrize("stream", [0, 7, 2**32 + 3])
 @pytest.mark.parametrize("size", [[], [5], [3, 4, 5]])
+@pytest.mark.default_cases("size0-0", "size1-7", "size2-4294967299")
 def test_random_numbers_are_bit_identical(stream, size):
     _same_bits(lambda key: ops.random_bits(key, stream, size, size, None), KEY)
     _same_bits(lambda key: ops.random_uniform(key, stream, size, size, None), KEY)

@@ -104,15 +104,16 @@ def _core_operators() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("samples", with_matrix([1, SAMPLES], [1]))
-def test_op_db_agrees_with_eager_torch(capsys, samples):
-    covered, failures = _sweep((op, _dtype(op), samples) for op in op_db)
+@pytest.mark.parametrize("every, samples", with_matrix([(4, 1), (1, SAMPLES)], [(4, 1)]))
+def test_op_db_agrees_with_eager_torch(capsys, every, samples):
+    chosen = op_db[::every]
+    covered, failures = _sweep((op, _dtype(op), samples) for op in chosen)
     core = _core_operators()
     with_rule = [name for name in core if registry.find(name)]
-    share, core_share = len(covered) / len(op_db), len(with_rule) / len(core)
+    share, core_share = len(covered) / len(chosen), len(with_rule) / len(core)
     with capsys.disabled():
         print(
-            f"\nOpInfo: {len(covered)} of {len(op_db)} op_db entries lower ({share:.1%}), "
+            f"\nOpInfo: {len(covered)} of {len(chosen)} op_db entries lower ({share:.1%}), "
             f"{len(with_rule)} of {len(core)} core ATen operators have a rule ({core_share:.1%})"
         )
     assert failures == {}

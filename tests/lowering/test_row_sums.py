@@ -91,6 +91,7 @@ def train(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"ignore_index": 3}], ids=str)
+@pytest.mark.default_cases("{}", "{'ignore_index': 3}")
 def test_a_cross_entropy_reads_its_logits_once_for_both(options: dict):
     plain = Classifier(**options)
     if "reduction" in options:

@@ -69,6 +69,7 @@ def test_contraction_loses_nothing():
 
 
 @pytest.mark.parametrize("tolerance", [0, 1, 2])
+@pytest.mark.default_cases("2")
 def test_cones_lose_no_more_than_they_say(tolerance):
     merged = losses = 0
     for seed in range(500):

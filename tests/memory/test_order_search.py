@@ -168,6 +168,7 @@ def test_improvers_give_valid_orders_and_earn_their_keep(improver):
     assert gained > 50
 
 
+@pytest.mark.matrix
 def test_the_planner_on_random_problems():
     optimal = 0
     for seed in range(600):
@@ -194,6 +195,7 @@ def test_no_time_still_gives_an_order_and_a_bound():
     assert plan.bound_source.startswith("minimum cut")
 
 
+@pytest.mark.matrix
 def test_ten_thousand_operators():
     problem = layered_training_problem(num_layers=440, rng=random.Random(1))
     assert len(problem.operators) > 10_000

@@ -47,6 +47,7 @@ def table() -> str:
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(COMBINATIONS, DEFAULT), ids=[strategy for _, strategy in COMBINATIONS])
+@pytest.mark.default_cases("pp=2,fsdp=2,tp=2,microbatches=4")
 def test_training_equals_plain_pytorch(name, strategy):
     model, _ = zoo.MODELS[name]()
     with captured_once("combination", name):

@@ -31,6 +31,7 @@ def test_zero_3_moves_three_times_the_parameters():
 
 
 @pytest.mark.parametrize(("strategy", "gathers"), [("fsdp=8,zero=2", 1), ("dp=8", 0)])
+@pytest.mark.default_cases("fsdp=8,zero=2-1")
 def test_zero_2_and_replicas(strategy, gathers):
     """Stage 2 scatters gradients and gathers new parameters; replicas sum gradients."""
     model = check_parity("llama", strategy)

@@ -20,6 +20,7 @@ CASES = [(name, context) for name in ("gpt2", "llama", "qwen3_moe", "t5") for co
 
 
 @pytest.mark.parametrize(("name", "context"), with_matrix(CASES, [("gpt2", "ulysses"), ("t5", "ring")]))
+@pytest.mark.default_cases("gpt2-ulysses")
 def test_training_equals_plain_pytorch(trained, name, context):
     """Every attention goes its way: T5's with its learned bias, and across encoder and decoder, also goes around the ring."""
     model = trained(name, f"cp=2,context={context}")
@@ -31,10 +32,12 @@ OTHERS = ("cp=4,context=ring", "fsdp=2,cp=2,context=ring", "cp=2,tp=2,sequence_p
 
 
 @pytest.mark.parametrize("strategy", with_matrix(OTHERS, ["cp=4,context=ring", "cp=2,tp=2,sequence_parallel=true"]))
+@pytest.mark.default_cases("cp=2,tp=2,sequence_parallel=true")
 def test_more_ranks_and_other_axes(strategy):
     check_parity("llama", strategy)
 
 
+@pytest.mark.matrix
 def test_bidirectional_attention_with_padding_goes_around_the_ring():
     """BERT: the segments that stand for its padding travel with the keys."""
     model = check_parity("bert", "cp=2,context=ring")
@@ -52,6 +55,7 @@ def test_ulysses_exchanges_four_times_per_layer_and_direction(trained):
     assert all(size <= weights for item in communication(model).select("all-reduce").collectives for size in item.tensor_bytes)
 
 
+@pytest.mark.matrix
 def test_the_ring_sends_only_to_neighbours(trained):
     """Liu et al., section 3: keys and values travel n - 1 times, and their gradients n times.
 
@@ -68,6 +72,7 @@ def test_the_ring_sends_only_to_neighbours(trained):
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
+@pytest.mark.default_cases("ring")
 def test_dropout_in_attention(context):
     config = zoo.transformers.GPT2Config(
         vocab_size=zoo.VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=32, use_cache=False, bos_token_id=0, eos_token_id=0
@@ -82,6 +87,7 @@ def test_dropout_in_attention(context):
     assert runs[1] == pytest.approx(runs[0], abs=2e-5)
 
 
+@pytest.mark.matrix
 def test_a_window_takes_the_exchange_of_heads(caplog):
     """A sliding window says something about positions that a block of the ring does not know; a warning says so for every layer."""
     config = zoo.transformers.MistralConfig(**zoo._DECODER, sliding_window=5, attn_implementation="sdpa")

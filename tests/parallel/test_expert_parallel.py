@@ -23,6 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, [CASES[0], CASES[3]]))
+@pytest.mark.default_cases("mixtral-ep=4")
 def test_training_equals_plain_pytorch(name, strategy):
     model = check_parity(name, strategy)
     ep, others = model.strategy.ep, model.strategy.cp * model.strategy.fsdp
@@ -37,6 +38,7 @@ def test_training_equals_plain_pytorch(name, strategy):
     assert all(tensor.shape[0] % ep == 0 and "one matrix per expert" in tensor.reason for tensor in experts)
 
 
+@pytest.mark.matrix
 def test_capacity_drops_rows():
     """The loss is near that of all rows, and training goes on."""
     name, batches = "mixtral", batches_of("mixtral", steps=3)
@@ -50,6 +52,7 @@ def test_capacity_drops_rows():
 
 
 @pytest.mark.parametrize(("name", "spec"), [("*.gate_up_proj", P(None, "ep")), ("lm_head.weight", P("ep"))])
+@pytest.mark.default_cases("lm_head.weight-spec1")
 def test_annotations_that_ep_cannot_follow(name, spec):
     model, batch = zoo.MODELS["mixtral"]()
     model = compiled(model, "ep=2", annotations={name: spec})

@@ -19,6 +19,7 @@ DEFAULT = [("gpt2", "fsdp=8,zero=3"), ("llama", "tp=2,fsdp=4"), ("gpt2", "pp=2,m
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, DEFAULT))
+@pytest.mark.default_cases("gpt2-pp=2,microbatches=2")
 def test_training_equals_plain_pytorch(name, strategy):
     model, _ = zoo.MODELS[name]()
     with captured_once("offload", name):

@@ -45,6 +45,7 @@ def check(model: nn.Module, batches: list[dict], strategy: str, rounds: bool = F
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, DEFAULT))
+@pytest.mark.default_cases("gpt2-fsdp=4")
 def test_the_same_bits(name, strategy):
     model, _ = zoo.MODELS[name]()
     with captured_once("remat", name):
@@ -65,6 +66,7 @@ def test_dropout_and_batch_norm(strategy):
     check(Blocks(dropout=0.3), data(3), strategy)
 
 
+@pytest.mark.matrix
 def test_a_step_in_parts():
     """A loss that is read before backward leaves a program of forward and backward; it computes again, too."""
     model, _ = zoo.MODELS["gpt2"]()

@@ -25,11 +25,13 @@ OTHERS = [("vit", "tp=2"), ("bert", "tp=2"), ("nn_transformer", "tp=2,sequence_p
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, DEFAULT))
+@pytest.mark.default_cases("gpt2-tp=2,sequence_parallel=true")
 def test_training_equals_plain_pytorch(trained, name, strategy):
     trained(name, strategy)
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, OTHERS[:1]))
+@pytest.mark.matrix
 def test_other_models(name, strategy):
     check_parity(name, strategy)
 
@@ -44,6 +46,7 @@ def sizes(model: nn.Module, kind: str, axis: str = "tp") -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.default_cases("gpt2")
 def test_two_all_reduces_per_layer_and_direction(trained, name):
     """Megatron-LM, section 3: two forward and two backward per layer, one for the vocabulary in each direction; no gather."""
     model = trained(name, "tp=2")
@@ -54,6 +57,7 @@ def test_two_all_reduces_per_layer_and_direction(trained, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.default_cases("gpt2")
 def test_sequence_parallelism_gathers_and_scatters_instead(trained, name):
     """Korthikanti et al., section 4.2: the sums become pairs of a gather and a scatter; the backward gathers the inputs of the
     columns once more, as they are kept split."""
@@ -64,6 +68,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead(trained, name):
     assert sizes(model, "all-reduce") == []
 
 
+@pytest.mark.matrix
 def test_logits_are_never_gathered():
     """Also where the loop looks at the loss only: with a large vocabulary no collective is as large as the logits."""
     config = zoo.transformers.LlamaConfig(**{**zoo._DECODER, "vocab_size": 1024})
@@ -116,6 +121,7 @@ def test_roles_come_from_the_graph_not_from_names():
     assert spec_of(model, "c.weight").spec == "-, -" and "no row-parallel product" in spec_of(model, "c.weight").reason
 
 
+@pytest.mark.matrix
 def test_a_fused_projection_is_split_by_heads():
     """GPT-2's query-key-value weight: its three parts are split each, and state_dict and checkpoints keep its own order."""
     model = check_parity("gpt2", "fsdp=2,tp=2")

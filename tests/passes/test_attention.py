@@ -103,6 +103,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("name, implementation, padding, what", FORMS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.default_cases("llama-eager-left-", "gpt2-eager-right-")
 def test_forms_of_transformers(name, implementation, padding, what):
     """Causal, window and padding masks, ALiBi, dropout and repeated heads, as SDPA and written out."""
     model = zoo.condition(_model(name, implementation), 1).train()
@@ -119,6 +120,7 @@ def test_key_heads_are_not_repeated():
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.default_cases("eager")
 def test_t5_with_its_relative_bias(implementation):
     """The bias [1, H, T, S] takes a gradient; the masks beside it vanish."""
     step, report = check(build(zoo.condition(_model("t5", implementation), 1).train(), _batch("t5", "right")))
@@ -138,6 +140,7 @@ IN_BF16 = [*((name, None) for name in LAYERS), ("gpt2", "fsdp=4,tp=2"), ("t5", "
 
 
 @pytest.mark.parametrize("name, strategy", with_matrix(PROGRAMS, [("gpt2", "fsdp=4,tp=2"), ("t5", "fsdp=4,tp=2")]))
+@pytest.mark.default_cases("gpt2-fsdp=4,tp=2")
 def test_programs_run_the_kernel_in_every_layer(name, strategy):
     """Parity over five AdamW steps;
     the custom calls get a rank's samples and heads, and attention's operands are not gathered."""
@@ -169,6 +172,7 @@ def _kernels(model: nn.Module, target: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name, strategy", with_matrix(IN_BF16, [("gpt2", "fsdp=4,tp=2")]))
+@pytest.mark.matrix
 def test_bf16(name, strategy):
     """Products and attention in bf16, parameters in fp32: losses within the resolution of bf16."""
     reference, _ = zoo.MODELS[name]()
@@ -299,6 +303,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("attend, what", SMALL, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.default_cases("old_bert-", "both_sides-", "key_bias-")
 def test_masks(attend, what):
     _, report = small(attend)
     (found,) = report.found
@@ -351,6 +356,7 @@ def doubled_gradient(q, k, v, ids):
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
+@pytest.mark.default_cases("probabilities_used_twice-", "normalised_again-")
 def test_what_is_left_says_why(attend, reason):
     step, report = small(attend)
     (found,) = report.found

@@ -45,6 +45,7 @@ DEFAULT = [CASES[i] for i in (2, 4, 7, 10, 12)]
 
 
 @pytest.mark.parametrize(("name", "rows", "strategy"), with_matrix(CASES, DEFAULT))
+@pytest.mark.default_cases("gpt2-6-dp=2,fsdp=4,zero=1", "gpt2-3-fsdp=2,cp=2,context=ring")
 def test_steps_on_batches_that_do_not_divide(name, rows, strategy):
     step = _case(name, rows).step
     inputs = _case(name, rows).inputs(step)
@@ -52,6 +53,7 @@ def test_steps_on_batches_that_do_not_divide(name, rows, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8", "dp=2,fsdp=4,zero=1", "dp=4"])
+@pytest.mark.default_cases("fsdp=8", "dp=2,fsdp=4,zero=1")
 def test_batch_norm_dropout_and_ignored_labels(strategy):
     labels = torch.tensor([0, -100, 3, 6, -100, 2])
     case = build(Odd(), {"x": torch.randn(6, 5), "labels": labels})
@@ -60,6 +62,7 @@ def test_batch_norm_dropout_and_ignored_labels(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=4,zero=2", "dp=2,fsdp=4", "fsdp=8,zero=1"])
+@pytest.mark.default_cases("fsdp=8,zero=1")
 def test_accumulated_gradients_have_the_layout_of_full_batches(strategy):
     """A full and a partial batch are accumulated into the same arrays."""
     layouts = []
@@ -91,6 +94,7 @@ class Pairs(nn.Module):
         (1, "dp=2,fsdp=4", ()),
     ],
 )
+@pytest.mark.default_cases("16-dp=2,fsdp=4-axes0", "6-dp=2,fsdp=3,ep=2-axes3")
 def test_a_batch_is_split_along_the_axes_with_the_largest_product(rows, strategy, axes):
     step = _case("gpt2", rows).joint
     found = split_axes(step, Strategy.parse(strategy), default_batch_dims(step))

@@ -40,6 +40,7 @@ def collectives(step) -> dict:
         ("mixtral", "ep=2,fsdp=2"),
     ],
 )
+@pytest.mark.default_cases("gpt2-fsdp=4", "gpt2-fsdp=4,zero=1", "gpt2-dp=4", "gpt2-dp=2,fsdp=2", "gpt2-tp=2,fsdp=2", "tied_mlp-fsdp=4")
 def test_results_keep_their_bits(name, strategy):
     """All ranks in lockstep, summed in one order: every output is the same, with fewer collectives."""
     case, inputs, _ = shared_case(name)
@@ -91,6 +92,7 @@ def test_a_backward_gather_waits_for_the_gradient_of_its_first_member():
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8", "fsdp=4,tp=2", "dp=2,fsdp=4,zero=2"])
+@pytest.mark.default_cases("fsdp=8")
 def test_training_keeps_its_bits(strategy):
     """Compiled for eight devices: losses and parameters after three steps."""
     results = []

@@ -87,6 +87,7 @@ def targets(step):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.default_cases("mixtral")
 def test_models_of_transformers(name):
     """The loss and the outputs keep their bits."""
     case, inputs, expected = zoo_values(name)
@@ -148,6 +149,7 @@ def plain_case(way: str, **options):
 
 
 @pytest.mark.parametrize(("way", "top"), [("add", 3), ("argsort", 2), ("put", 3), ("add", 1), ("native", 2)])
+@pytest.mark.default_cases("add-3", "add-1")
 def test_code_written_by_hand(way, top):
     case = plain_case(way, top=top)
     inputs = case.inputs(case.joint)
@@ -165,6 +167,7 @@ def test_code_written_by_hand(way, top):
             assert not report.forced, report
 
 
+@pytest.mark.matrix
 def test_what_is_not_known_is_left_and_right():
     case = plain_case("unknown")
     step, report = attach(case.joint)
@@ -253,6 +256,7 @@ def test_operators_that_see_the_order_get_that_of_one_device(experts):
         ("qwen3_moe", "ep=2,dp=2,fsdp=2,zero=1"),
     ],
 )
+@pytest.mark.default_cases("mixtral-ep=2", "qwen3_moe-ep=4")
 def test_expert_parallel(name, strategy):
     case, inputs, expected = zoo_values(name)
     reports = check(case.step, strategy, inputs, expected, tolerance=1e-4)

@@ -92,6 +92,7 @@ def test_operands_must_be_smaller_than_the_product(rows, left):
     assert _joined(lambda gs, xs: _sum([_weight(g, x) for g, x in zip(gs, xs)]), rows) == left
 
 
+@pytest.mark.matrix
 def test_a_long_chain_is_joined():
     """Longer than Python's stack."""
     assert _joined(lambda gs, xs: _sum([_weight(gs[i % STEPS] + i, xs[i % STEPS]) for i in range(1200)])) == (1, 1200)

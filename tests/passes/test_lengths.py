@@ -68,6 +68,7 @@ def tokens(*shape: int, high: int = 64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.default_cases("gpt2")
 def test_causal_language_models(name):
     model, _ = zoo.MODELS[name]()
     ids = tokens(B, P)
@@ -76,6 +77,7 @@ def test_causal_language_models(name):
     check(model, {"input_ids": ids, "labels": labels}, {"input_ids": 1, "labels": 1})
 
 
+@pytest.mark.matrix
 def test_an_encoder_with_a_mask():
     model, _ = zoo.MODELS["bert"]()
     mask = torch.ones(B, P, dtype=torch.int64)
@@ -107,6 +109,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.default_cases("True")
 def test_own_attention_with_dropout_and_reductions(causal):
     torch.manual_seed(0)
     batch = {"x": torch.randn(B, P, D), "target": torch.randn(B, P, 4)}

@@ -28,6 +28,7 @@ CASES = [(name, strategy) for strategy in STRATEGIES for name in ("gpt2", "llama
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(CASES, [("llama", STRATEGIES[0]), ("gpt2", STRATEGIES[2]), ("gpt2", STRATEGIES[4]), ("llama", STRATEGIES[6])]))
+@pytest.mark.default_cases("llama-tp=4", "llama-cp=2,tp=2,dp=2,sequence_parallel=true")
 def test_a_whole_step(name, strategy):
     run(name, strategy)
 
@@ -36,11 +37,13 @@ OTHERS = [(name, strategy) for name in ("qwen3_moe", "t5", "bert", "nn_transform
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(OTHERS, [OTHERS[0], OTHERS[3]]))
+@pytest.mark.default_cases("qwen3_moe-tp=2,fsdp=2")
 def test_other_models(name, strategy):
     run(name, strategy)
 
 
 @pytest.mark.parametrize("name", with_matrix(["vit", "clip", "lstm_lm", "resnet", "mixtral", "tied_mlp"], ["clip", "resnet", "tied_mlp"]))
+@pytest.mark.default_cases("resnet", "tied_mlp")
 def test_tensor_parallelism_of(name):
     run(name, "tp=2,sequence_parallel=true")
 
@@ -86,6 +89,7 @@ def test_pins_come_first():
 
 
 @pytest.mark.parametrize("strategy", ["tp=2", "tp=4,fsdp=2,sequence_parallel=true"])
+@pytest.mark.default_cases("tp=2")
 def test_a_vocabulary_that_does_not_divide_is_padded(monkeypatch, strategy):
     """97 tokens, as GPT-2's 50257: table and head are split with padding, which no sum, maximum or lookup sees."""
     monkeypatch.setattr("zoo.VOCAB", 97)

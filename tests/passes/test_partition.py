@@ -57,6 +57,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.default_cases("adamw", "muon")
 def test_optimizers_on_padded_parameters(name):
     """Also those that are not element-wise: Adafactor's means over rows, Muon's matrix iteration."""
     case = _odd(OPTIMIZERS[name])

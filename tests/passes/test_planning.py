@@ -35,6 +35,7 @@ def travelling(moves) -> collections.Counter:
     ("name", "strategy"),
     [("gpt2", "fsdp=4"), ("gpt2", "tp=2,fsdp=2"), ("gpt2", "cp=2,fsdp=2,dp=2"), ("mixtral", "ep=2,fsdp=2"), ("resnet", "dp=2,fsdp=2,zero=1")],
 )
+@pytest.mark.default_cases("gpt2-fsdp=4", "mixtral-ep=2,fsdp=2")
 def test_the_plan_is_what_the_program_does(name, strategy):
     """Moves, bytes and signature of a plan, against the collectives of the program that the passes make."""
     plan = planner(name).plan(Strategy.parse(strategy))
@@ -116,6 +117,7 @@ def test_time_of_a_plan(strategy):
     assert min(seconds) <= bound, [f"{1e3 * item / len(step.graph.nodes):.3f} ms" for item in seconds]
 
 
+@pytest.mark.matrix
 def test_a_plan_leaves_no_cyclic_garbage():
     """What Python's collector has to find costs as much again as the decisions."""
     step = shared_case("gpt2")[0].step

@@ -53,6 +53,7 @@ def results(name: str, strategy: str):
         ("gpt2", f"fsdp=4,{QW}", f"fsdp=4,{QW},hpz=2"),
     ],
 )
+@pytest.mark.default_cases("gpt2-fsdp=4-fsdp=4,hpz=2,bucket_mb=0", "resnet-dp=2,fsdp=4-dp=2,fsdp=4,hpz=2")
 def test_a_secondary_partition_keeps_the_bits(name, base, with_hpz):
     _, expected = results(name, base)
     step, got = results(name, with_hpz)
@@ -66,6 +67,7 @@ def test_a_secondary_partition_keeps_the_bits(name, base, with_hpz):
 
 
 @pytest.mark.parametrize("extra", [QW, f"{QG},node_size=2", ALL])
+@pytest.mark.default_cases("quantized_weights=True,quant_min_size=512")
 def test_buckets_change_no_bits(extra):
     _, alone = results("gpt2", f"fsdp=4,bucket_mb=0,{extra}")
     step, joined = results("gpt2", f"fsdp=4,bucket_mb=0.02,{extra}")
@@ -90,6 +92,7 @@ def test_weights_as_int8():
 
 
 @pytest.mark.parametrize(("extra", "groups"), [("", ("fsdp",)), (",node_size=2", ("fsdp/2", "fsdp%2")), (",node_size=4", ("fsdp",)), (",node_size=1", ("fsdp",))])
+@pytest.mark.default_cases(",node_size=2-groups1")
 def test_gradients_as_int4(extra, groups):
     """One exchange, or one in the node and one across; each sum errs by at most the errors of what was added."""
     case, _, _ = shared_case("gpt2")
@@ -124,6 +127,7 @@ def test_a_gradient_that_is_accumulated_travels_like_others(strategy):
 
 
 @pytest.mark.parametrize("strategy", with_matrix(["fsdp=4," + ALL, "dp=2,fsdp=2," + QW, "fsdp=4," + QG], ["fsdp=4," + ALL]))
+@pytest.mark.matrix
 def test_processes_have_the_bits_of_the_simulation(strategy):
     """Torch's own collectives between processes, with a process group for every part of an axis."""
     case, inputs, _ = shared_case("tied_mlp")
@@ -140,6 +144,7 @@ def test_processes_have_the_bits_of_the_simulation(strategy):
         [f"fsdp=8,{ALL},bucket_mb=0.02", f"dp=2,fsdp=4,{ALL},precision=bf16"],
     ),
 )
+@pytest.mark.default_cases("fsdp=8,quantized_weights=True,quantized_gradients=True,hpz=2,quant_min_size=512,bucket_mb=0.02")
 def test_training_on_eight_devices(strategy):
     """Compiled: the loss falls as with exact communication, and hpz alone keeps the bits."""
     exact = ",".join(part for part in strategy.split(",") if not part.startswith(("quant", "hpz", "bucket")))
@@ -157,6 +162,7 @@ def test_training_on_eight_devices(strategy):
         assert losses[0] == losses[1] and all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
+@pytest.mark.matrix
 def test_what_is_said():
     model, _ = zoo.MODELS["gpt2"]()
     training.compiled(model, f"fsdp=8,{ALL},bucket_mb=0.02")
@@ -269,6 +275,7 @@ def test_a_frozen_weight_that_is_trained_starts_from_its_exact_value():
 
 
 @pytest.mark.parametrize("extra", ["", f",{QW}"])
+@pytest.mark.default_cases("")
 def test_memory_of_the_secondary_partition(extra):
     """Above ZeRO-3's temporaries: at most the weights that are read twice, divided by the group (section 3.2), 1 % for alignment; and the copy
     of one weight that brings it into the order of the ranks, which quantised ones do without."""

@@ -58,6 +58,7 @@ def test_three_times_the_model_travels(bucket):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=2,zero=1", "dp=4", "dp=2,fsdp=2", "cp=2,fsdp=2"])
+@pytest.mark.default_cases("fsdp=4", "dp=2,fsdp=2")
 def test_gradients(strategy):
     """Within the resolution of bf16 of those of one device; with fp32 no further away than that."""
     joint, inputs = case()[0].joint, case()[1]

@@ -39,6 +39,7 @@ STEPS = [("resnet", "fsdp=2,zero=3"), ("mixtral", "dp=2,fsdp=2,zero=2")]
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(STEPS, STEPS[:1]))
+@pytest.mark.matrix
 def test_training_step_in_processes(name, strategy):
     case, inputs, expected = shared_case(name)
     step, _ = partitioned(case.step, strategy)
@@ -48,6 +49,7 @@ def test_training_step_in_processes(name, strategy):
         )
 
 
+@pytest.mark.matrix
 def test_a_failing_process_shows_its_traceback():
     step = trace(
         lambda x, i: (x[i],), [(Kind.BATCH, "x", torch.randn(4)), (Kind.BATCH, "i", torch.tensor([0, 1]))], [(Kind.USER, "0")]

@@ -68,6 +68,7 @@ def predicted(strategy: str) -> tuple[int, RematReport | None]:
     return predict_memory(local).peak_bytes, next((report.details for report in reports if isinstance(report.details, RematReport)), None)
 
 
+@pytest.mark.matrix
 def test_variants_keep_less_and_less():
     peaks = [predicted(f"remat=*:{keep}")[0] for keep in ("all", "cheap", "inputs")]
     assert peaks[0] > peaks[1] > peaks[2]

@@ -78,6 +78,7 @@ CUTS = [
     with_matrix(CUTS, [CUTS[0], CUTS[3], CUTS[4], CUTS[5]]),
     ids=lambda value: str(value),
 )
+@pytest.mark.default_cases("resnet-pp=2", "tied_mlp-pp=3", "gpt2-pp=2,schedule=interleaved,chunks=2")
 def test_a_cut_step_computes_the_same(name, strategy):
     case = build(*zoo.MODELS[name]())
     expected = run_whole(case.joint, case.values)

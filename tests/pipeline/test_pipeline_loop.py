@@ -34,6 +34,7 @@ def test_batch_norm_and_evaluation_before_between_and_after_training():
     assert model.blocks[0][1].num_batches_tracked == 16
 
 
+@pytest.mark.matrix
 def test_gpt2_on_two_stages():
     """Parameters lie with their state on one stage, the tied one has a replica, and only the residual stream crosses.
 
@@ -102,6 +103,7 @@ def test_checkpoints_load_under_other_strategies(tmp_path):
             assert relative_error(other.state_dict()[name], value) < 1e-4, (strategy, name)
 
 
+@pytest.mark.matrix
 def test_dropout_draws_per_microbatch_and_repeats_for_a_seed():
     def losses(strategy, seed):
         torch.manual_seed(0)
@@ -175,6 +177,7 @@ def test_gradients_that_the_loop_reads():
         ("schedule=gpipe", "are for a pipeline, which pp=1 does not make"),
     ],
 )
+@pytest.mark.default_cases("pp=8,microbatches=8-pp=8 cuts the model into 8 parts, but it has only 5 blocks .*blocks.0.*set pp x chunks to at most 5", "pp=2,microbatches=2,stages=blocks.0:1;blocks.3:0-pins module 'blocks.0.2' to 1 and 'blocks.3.0', which runs after it, to 0", "schedule=gpipe-are for a pipeline, which pp=1 does not make")
 def test_bad_input(strategy, message):
     with pytest.raises(graphacc.StrategyError, match=message):
         train(compiled(Blocks(), strategy), data(1), adamw)

@@ -27,6 +27,7 @@ DEFAULT = [CASES[0], CASES[2], CASES[7], CASES[8]]
 
 
 @pytest.mark.parametrize(("name", "layers", "strategy"), with_matrix(CASES, DEFAULT), ids=[f"{name}-{strategy}" for name, _, strategy in CASES])
+@pytest.mark.default_cases("gpt2-pp=2,microbatches=4,schedule=gpipe", "tied_mlp-pp=2,microbatches=4,schedule=zb-h1", "llama-pp=2,microbatches=4,schedule=interleaved,chunks=2")
 def test_parity(name, layers, strategy):
     check_pipeline(with_layers(name, layers), batches_of(name), strategy)
 
@@ -35,6 +36,7 @@ WITH_DATA_AXES = [("gpt2", "pp=2,fsdp=2,microbatches=4,schedule=zb-h1"), ("llama
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(WITH_DATA_AXES, WITH_DATA_AXES[1:]))
+@pytest.mark.matrix
 def test_parity_with_data_axes_and_clipping(name, strategy):
     model = check_pipeline(with_layers(name, 2), batches_of(name, 3, 16), strategy, max_norm=0.5)
     grads = next(c for c in model._graphacc_engine.programs._by_key.values() if c.kind == "grad")
@@ -47,6 +49,7 @@ def test_parity_with_data_axes_and_clipping(name, strategy):
     )
 
 
+@pytest.mark.matrix
 def test_bf16_trains_close_to_one_device():
     strategy = "pp=2,microbatches=4"
     one = compiled(with_layers("tied_mlp", 2), "microbatches=4", precision="bf16")

@@ -12,6 +12,7 @@ from graphacc.strategy.schedules import build_schedule
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.default_cases("zb-h1")
 def test_timeline_of_a_run(tmp_path, schedule):
     model = compiled(Blocks(), f"pp=2,microbatches=4,schedule={schedule}")
     train(model, data(2), adamw)

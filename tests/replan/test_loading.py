@@ -81,6 +81,7 @@ def test_what_stays_as_it_is(of_any_size, monkeypatch):
     assert loading.quick_to_load(serialized, LIBRARY) == serialized
 
 
+@pytest.mark.matrix
 def test_programs_from_the_cache_and_planned_ones_have_their_modules(of_any_size, tmp_path):
     expected = lowered().compile()
     for _ in range(2):

@@ -31,6 +31,7 @@ def _log_afresh():
 
 
 @pytest.mark.parametrize("name", sorted(programs.PROGRAMS))
+@pytest.mark.default_cases("branches", "collectives", "loops", "training_step")
 def test_planned_programs_give_the_same_bits(name):
     compiled = programs.compiled(name)
     result = replan(compiled, serialized=programs.serialized(name), **OPTIONS)

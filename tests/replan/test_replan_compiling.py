@@ -48,6 +48,7 @@ def test_the_lowest_of_several_schedules_is_kept():
 
 
 @pytest.mark.parametrize("name", ["training_step", "collectives", "library_calls"])
+@pytest.mark.default_cases("training_step")
 def test_a_planned_program_comes_from_the_cache_as_it_was(name, tmp_path):
     first = build(name, tmp_path)
     assert first.plan.changed and not first.plan.from_cache
@@ -68,6 +69,7 @@ def test_a_program_that_keeps_its_plan_comes_from_the_cache_too(tmp_path):
 
 
 @pytest.mark.parametrize("note", ["", "{}", '{"format": 1}', '{"format": 1, "temporary_after": 3}', "[1]"])
+@pytest.mark.default_cases('{"format": 1}', '{"format": 1, "temporary_after": 3}', "[1]")
 def test_a_note_of_another_program_is_not_believed(note, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(MemoryPlan, "to_json", lambda plan: note)
@@ -90,6 +92,7 @@ def test_a_program_of_several_processes_has_one_schedule_and_an_entry_of_its_own
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.default_cases("True-False", "False-True")
 def test_collectives_in_loops_stay_as_xla_compiled_them(inside, shared, tmp_path):
     """Loaded from bytes they would lose their order: a random program with a sum in a scan and a scatter behind it hung."""
     function, arguments = programs.loop_over_devices(inside)
@@ -110,6 +113,7 @@ def test_collectives_in_loops_are_refused_by_the_reader():
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d[:20], lambda d: b"", lambda d: d[:500] + b"x" + d[501:]])
+@pytest.mark.default_cases("<lambda>3", "<lambda>1")
 def test_damaged_entries_are_compiled_and_planned_again(damage, tmp_path):
     first = build("training_step", tmp_path)
     (entry,) = tmp_path.iterdir()

@@ -176,6 +176,7 @@ class Order:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.matrix
 def test_the_planned_peak_is_not_above_xlas_best(strategy):
     found = case(strategy)
     assert found.planned.peak <= found.plan.temporary_after <= 1.01 * found.plan.lower_bound
@@ -189,6 +190,7 @@ def test_no_final_gradient_waits_at_the_peak(strategy):
     assert planned.waiting_gradients()[planned.peak_step] <= SMALL
 
 
+@pytest.mark.matrix
 def test_a_whole_gradient_is_reduced_and_consumed_before_the_next_is_final():
     """dp=8: the largest one waits alone. Combined into one all-reduce, as XLA does it by itself, all of them wait."""
     planned = case("dp=8").planned
@@ -239,6 +241,7 @@ def test_the_collectives_keep_their_order(strategy):
     assert planned == first and len(planned) > 20
 
 
+@pytest.mark.matrix
 def test_in_one_process_a_plan_chooses_the_order_of_the_collectives():
     """Under rematerialisation XLA's schedule scatters most gradients at the end, and whole ones wait for it."""
     first = compile_step("fsdp=8,remat=blocks", ("MEMORY_OPTIMIZED",), layers=6)["MEMORY_OPTIMIZED"]

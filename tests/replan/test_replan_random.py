@@ -51,12 +51,14 @@ def check_many(first: int, count: int, num_devices: int) -> list[float]:
 
 
 @pytest.mark.parametrize("first", with_matrix(range(0, NUM_ON_ONE_DEVICE, BATCH), [0]))
+@pytest.mark.matrix
 def test_random_programs_give_the_same_bits(first):
     ratios = check_many(first, BATCH, 1)
     assert min(ratios) < 1  # most are planned
 
 
 @pytest.mark.parametrize("first", with_matrix(range(0, NUM_ON_EIGHT_DEVICES, BATCH), [0]))
+@pytest.mark.matrix
 def test_random_programs_on_eight_devices_give_the_same_bits(first):
     ratios = check_many(first, BATCH, 8)
     assert min(ratios) < 1

@@ -53,6 +53,7 @@ def kept_bytes(num_thunks: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.matrix
 def test_what_is_kept_grows_with_the_length():
     assert kept_bytes(4000) < 2.2 * kept_bytes(2000)
 

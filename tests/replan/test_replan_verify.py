@@ -37,6 +37,7 @@ def value_of(plan: Rewrite, executable, access):
             return plan.values.of_access.get(was.accesses[thunk.accesses.index(access)].index)
 
 
+@pytest.mark.default_cases("branches", "loops")
 def test_a_moved_access_is_caught(plan):
     rng = random.Random(0)
     movable = [a.index for a in plan.reread().accesses if is_shared(plan, a.index)]
@@ -59,6 +60,7 @@ def is_shared(plan: Rewrite, index: int) -> bool:
     return value is not None and len(value.thunks) > 1
 
 
+@pytest.mark.default_cases("branches", "loops")
 def test_two_live_values_in_one_place_are_caught(plan):
     rng = random.Random(1)
     liveness = Liveness(plan.values, plan.orders)

@@ -27,6 +27,7 @@ def program_of(model: nn.Module):
     return model.programs[0].program
 
 
+@pytest.mark.matrix
 def test_a_page_shows_both_plans(model, tmp_path):
     program = program_of(model)
     memory_plan(program, tmp_path / "plan.html")

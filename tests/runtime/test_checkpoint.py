@@ -224,6 +224,7 @@ checkpoint.save(sys.argv[1], value(2), {"version": 2}, asynchronous=True)
 """
 
 
+@pytest.mark.matrix
 def test_the_end_of_python_waits_for_a_save_and_a_kill_leaves_the_old_checkpoint(tmp_path):
     environment = {**os.environ, "PYTHONPATH": ROOT}
     for directory, seconds, expected in ((tmp_path / "ended", "0.5", 2), (tmp_path / "killed", "60", 1)):

@@ -37,6 +37,7 @@ def test_virtual_devices_are_made_on_demand_and_the_users_jax_stays():
     assert run(code, JAX_PLATFORMS="cpu") == "cpu 6 1 1"
 
 
+@pytest.mark.matrix
 def test_models_share_the_virtual_devices_that_are_enough_for_both():
     code = (
         "from graphacc.runtime import *; six, four, nine = map(select_devices, (6, 4, 9));"
@@ -45,6 +46,7 @@ def test_models_share_the_virtual_devices_that_are_enough_for_both():
     assert run(code, JAX_PLATFORMS="cpu") == "True True False"
 
 
+@pytest.mark.matrix
 def test_more_devices_that_the_user_set_up_stay():
     code = "from graphacc.runtime import *; print(len(select_devices(2)), available_devices())"
     assert run(code, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=5") == "2 5"
@@ -155,6 +157,7 @@ print(*counts)
 
 
 @pytest.mark.parametrize("first, second, used, counts", [(0, 8, True, "1 8"), (8, 0, False, "8 1")])
+@pytest.mark.matrix
 def test_models_for_different_numbers_of_devices_train_in_turn(first, second, used, counts):
     """Devices 0: the default. `used`: JAX has started before."""
     code = NOTEBOOK.replace("FIRST", str(first)).replace("SECOND", str(second)).replace("USED", str(used))

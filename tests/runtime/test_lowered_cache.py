@@ -39,6 +39,7 @@ def lowerings(monkeypatch):
 
 @pytest.mark.parametrize("memory_plan", ["roam", "xla"])
 @pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.default_cases("8-roam", "1-xla")
 def test_a_known_graph_is_not_lowered_again(ranks, memory_plan, tmp_path, lowerings):
     mesh = mesh_of(fsdp=ranks)
     first = Program.build(mlp_step(ranks), mesh, cache_dir=tmp_path, memory_plan=memory_plan, plan_seconds=1.0)
@@ -187,6 +188,7 @@ DAMAGES = {
 
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 @pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.default_cases("a note that is none", "a note that is cut", "half an executable")
 def test_damage_is_noticed(name, tmp_path, lowerings):
     expected = ran(Program.build(sgd_step(1, 1), mesh_of(), cache_dir=tmp_path), mesh_of())
     which, damage = DAMAGES[name]

@@ -195,6 +195,7 @@ def train_mlp(program: Program, mesh, steps: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.default_cases("8")
 def test_a_planned_program_needs_less_and_gives_the_same_bits(ranks, tmp_path, caplog):
     caplog.set_level("INFO", logger="graphacc")
     mesh, step = mesh_of(fsdp=ranks), mlp_step(ranks)
@@ -328,6 +329,7 @@ def test_other_options_are_another_entry(tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])], ids=["cut", "empty", "bit"]
 )
+@pytest.mark.default_cases("bit")
 def test_a_damaged_entry_is_compiled_again_and_replaced(tmp_path, damage):
     build({}, cache_dir=tmp_path)
     entry = max(tmp_path.glob("*.xla"), key=lambda path: path.stat().st_size)  # the other one says which graph it is of

@@ -88,6 +88,7 @@ def test_what_fails_has_no_line(caplog):
     assert alone.seconds > 0
 
 
+@pytest.mark.matrix
 def test_a_terminal_shows_the_activities_while_they_go_on():
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", SCRIPT], stderr=theirs)

@@ -67,6 +67,7 @@ def test_one_strategy_alone(script, capsys):
         (["{script}:setup", "--hardware", "cpu:4", "--strategy", "pp=2,fsdp=2,microbatches=2"], "the cost of pipelines is not estimated yet"),
     ],
 )
+@pytest.mark.default_cases("arguments0-SCRIPT:FUNCTION", "arguments4-auto with tp=3 on 8 devices", "arguments8-give one of them")
 def test_what_is_wrong_is_one_line(arguments, message, script, capsys):
     assert main(["plan", *(argument.format(script=script) for argument in arguments)]) == EXIT_ERROR
     said = capsys.readouterr()

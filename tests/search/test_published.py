@@ -28,6 +28,7 @@ def test_every_row_is_a_run_or_has_a_reason():
     assert known.seconds == pytest.approx(12.78, rel=0.005) and str(known.strategy) == "fsdp=4,zero=1,cp=2,context=ring,microbatches=32,precision=bf16"
 
 
+@pytest.mark.matrix
 def test_a_few_steps_as_published():
     """An implementation on XLA, as ours: GPT of 5B parameters on 16 to 128 H100."""
     module = published()

@@ -62,6 +62,7 @@ def deep() -> Search:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8,remat=blocks", "dp=4,tp=2,remat=*:products", "fsdp=8,remat=*:cheap"])
+@pytest.mark.default_cases("fsdp=8,remat=*:cheap")
 def test_estimates_know_what_is_computed_again(strategy):
     composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (deep().estimate, deep().evaluate))
     without = deep().estimate(Strategy.parse(strategy).replace(remat="none"))
@@ -69,6 +70,7 @@ def test_estimates_know_what_is_computed_again(strategy):
     assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.1) and composed.temporary_bytes < 0.9 * without.temporary_bytes
 
 
+@pytest.mark.matrix
 def test_sums_of_gradients_over_cp_count_for_every_layer():
     """Under bf16 they stand behind casts outside of all modules."""
     ids = torch.zeros(4, 32, dtype=torch.long)
@@ -79,6 +81,7 @@ def test_sums_of_gradients_over_cp_count_for_every_layer():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.default_cases("dp=8", "dp=4,tp=2")
 def test_estimates_are_those_of_the_real_passes(strategy):
     """Composed by arithmetic against read from the whole program."""
     composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (large().estimate, large().evaluate))
@@ -90,6 +93,7 @@ def test_estimates_are_those_of_the_real_passes(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.default_cases("llama-dp=8", "llama-fsdp=8", "llama-fsdp=8,zero=1", "llama-dp=2,fsdp=4", "llama-dp=4,tp=2", "llama-fsdp=4,tp=2,sequence_parallel=True", "llama-dp=4,cp=2", "qwen3_moe-dp=8", "qwen3_moe-fsdp=8", "qwen3_moe-fsdp=8,zero=1", "qwen3_moe-dp=2,fsdp=4", "qwen3_moe-dp=4,tp=2", "qwen3_moe-fsdp=4,tp=2,sequence_parallel=True", "qwen3_moe-dp=4,cp=2", "qwen3_moe-fsdp=2,tp=2,cp=2,context=ring")
 def test_parts_of_estimates_of_other_models(name, strategy):
     """Of models so small that a message more or less is a tenth of a step: what is exact, is exact."""
     composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (search(name).estimate, search(name).evaluate))
@@ -113,6 +117,7 @@ def test_the_choice_is_the_fastest_that_fits():
     ("name", "hardware"),
     [("gpt2", "cpu:8"), ("llama", "8xH100")] + [pytest.param(name, hardware, marks=pytest.mark.matrix) for name in ("gpt2", "llama", "qwen3_moe", "t5", "bert", "vit") for hardware in ("cpu:8", "2x4xH100")],
 )
+@pytest.mark.default_cases("gpt2-cpu:8_0")
 def test_what_is_left_out_is_slower(name, hardware):
     """Bounds against estimates of every candidate, with all the memory and where few strategies fit."""
     case, _, _ = shared_case(name)
@@ -172,6 +177,7 @@ def test_weights_that_are_split_along_another_dim_are_copied():
         assert composed.compute_seconds == pytest.approx(exact.compute_seconds, rel=0.02), strategy
 
 
+@pytest.mark.matrix
 def test_memory_is_a_hard_bound():
     """Halfway between the least that any strategy needs and what the free choice needs."""
     free = search("gpt2")
@@ -193,6 +199,7 @@ def search_with(other: Search, memory_bytes: int) -> Search:
     return found
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_is_computed_again():
     """The least rematerialisation that lets a strategy fit; less memory never takes less of it, nor less time."""
     free = deep()
@@ -216,6 +223,7 @@ def test_conflicting_pins_are_named_with_what_would_do():
         bound.run(Request.parse("auto,fsdp=1,cp=1,tp=1", 8))
 
 
+@pytest.mark.matrix
 def test_what_a_pin_costs():
     pinned, free = large().run(Request.parse("auto,cp=4,precision=fp32", 8)), large().run(Request.parse("auto", 8))
     assert list(pinned.pin_costs) == ["cp=4"] and pinned.strategy.cp == 4
@@ -230,6 +238,7 @@ def test_the_plan_says_why():
     assert sum(plan("gpt2").refusals.values()) > 0 and plan("gpt2").tokens == 8 * 16
 
 
+@pytest.mark.matrix
 def test_plans_do_not_flip():
     case, _, _ = shared_case("gpt2")
     again = Search(case.joint, case.update, CPU).run(Request.parse("auto", 8))
@@ -237,6 +246,7 @@ def test_plans_do_not_flip():
     assert [rival.strategy for rival in again.rivals] == [rival.strategy for rival in plan("gpt2").rivals]
 
 
+@pytest.mark.matrix
 def test_experts_are_searched():
     chosen, strategies = plan("qwen3_moe"), list(strategies_of(search("qwen3_moe"), Request.parse("auto", 8)))
     assert any(strategy.ep > 1 for strategy in strategies) and chosen.strategy.num_devices == 8
@@ -251,6 +261,7 @@ def test_without_an_optimizer_its_state_is_assumed():
     assert "AdamW's state is assumed" in str(accumulating.plan_of(Strategy(dp=8)))
 
 
+@pytest.mark.matrix
 def test_microbatches_repeat_all_but_the_update():
     case, _, _ = shared_case("gpt2")
     accumulating = Search(case.joint, case.update, CPU, accumulates=True)
