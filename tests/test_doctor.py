@@ -28,6 +28,7 @@ def run(home: pathlib.Path, *options: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_it_says_what_is_here(tmp_path):
     entry = tmp_path / ".cache" / "graphacc" / "xla" / "an-entry"
     entry.parent.mkdir(parents=True)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 import graphacc
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,6 +28,7 @@ sys.path = [{str(ROOT)!r}] + [path for path in sys.path if path != {str(ROOT)!r}
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_import_has_no_side_effects():
     code = """
 import os, torch, jax

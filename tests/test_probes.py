@@ -39,7 +39,7 @@ def off(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("name", with_matrix(OPTIONAL, ["EXECUTABLES", "LOWERED_FOR_PLATFORM"]))
-@pytest.mark.default_cases("EXECUTABLES")
+@pytest.mark.matrix
 def test_a_model_trains_without_one_api_after_the_other(name, tmp_path):
     """They are taken away before graphacc is imported: see without_apis.py. By default one API of two features, in the matrix every one of all."""
     feature = OPTIONAL[name]

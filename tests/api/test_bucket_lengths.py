@@ -121,6 +121,7 @@ def test_the_loops_own_functions_and_results():
     assert not graphacc.api.engine_of(model).by_pytorch.counts
 
 
+@pytest.mark.matrix
 def test_dropout_draws_the_numbers_of_the_unpadded_batch():
     """`verify` lets PyTorch draw, at the batch's own shape, and compares."""
     torch.manual_seed(0)

@@ -91,6 +91,7 @@ def test_training_holds_no_copy_on_the_host():
     assert relative_error(model.attention.in_proj_weight, plain.attention.in_proj_weight) < 1e-4
 
 
+@pytest.mark.matrix
 def test_transformers_own_scheme_makes_parameters_and_buffers():
     plain, meta = on_meta(llama)
     batches = batches_of("llama", 2)

@@ -215,7 +215,7 @@ def batches_of(case: Case) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", with_matrix(CASES, ["mamba", "recommender", "sequence_first", "parametrized"]))
-@pytest.mark.default_cases("recommender", "parametrized")
+@pytest.mark.default_cases("parametrized")
 def test_sharded_training_gives_what_plain_pytorch_gives(name):
     case = CASES[name]
     torch.manual_seed(0)

@@ -35,13 +35,13 @@ EPOCHS = [
 
 
 @pytest.mark.parametrize(("name", "strategy", "sizes"), with_matrix(EPOCHS, [EPOCHS[0], EPOCHS[1], EPOCHS[4], EPOCHS[5]]))
-@pytest.mark.default_cases("resnet-dp=2,fsdp=4-sizes1", "tied_mlp-fsdp=8-sizes0")
+@pytest.mark.default_cases("tied_mlp-fsdp=8-sizes0")
 def test_an_epoch_with_a_partial_batch(name, strategy, sizes):
     check_epoch(name, strategy, sizes)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8,zero=1", "dp=2,fsdp=4"])
-@pytest.mark.default_cases("dp=2,fsdp=4")
+@pytest.mark.matrix
 def test_accumulation_over_a_full_and_a_partial_batch(strategy):
     reference, _ = zoo.MODELS["resnet"]()
     model = compiled(copy.deepcopy(reference), strategy)
@@ -107,6 +107,7 @@ class Shifted(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["microbatches=2", "microbatches=2,dp=2"])
+@pytest.mark.default_cases("microbatches=2,dp=2")
 def test_microbatches_are_cut_along_the_batch_dims_of_the_user(strategy):
     reference = Shifted()
     dims = {"model.kwargs['x']": 1, "model.kwargs['table']": None}

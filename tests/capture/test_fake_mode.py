@@ -2,11 +2,13 @@
 
 import gc
 
+import pytest
 import torch
 
 from graphacc._compat.torch_ import new_fake_mode
 
 
+@pytest.mark.matrix
 def test_what_the_converter_finds_again_outlives_its_last_owner():
     mode = new_fake_mode()
     converter = mode.fake_tensor_converter.meta_converter

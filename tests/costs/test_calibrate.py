@@ -76,6 +76,7 @@ def stored(measured, cache):
     return path
 
 
+@pytest.mark.matrix
 def test_what_was_measured_is_present(measured, cache):
     path = stored(measured, cache)
     assert Hardware.present(4) == Hardware.present(jax.devices()[:4]) == measured.hardware
@@ -104,6 +105,7 @@ def _version(text):
         (lambda text: "[]", "it is not one of these devices and versions"),
     ],
 )
+@pytest.mark.matrix
 def test_a_damaged_file_is_not_trusted(measured, cache, caplog, damage, message):
     path = stored(measured, cache)
     path.write_text(damage(path.read_text()))

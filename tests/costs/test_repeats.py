@@ -124,7 +124,7 @@ BENT = [("llama", "cp=2,fsdp=4"), ("mixtral", "cp=2,fsdp=4")]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "mixtral", "t5", "bert"))])
-@pytest.mark.default_cases("gpt2-dp=8", "gpt2-cp=2,fsdp=4")
+@pytest.mark.default_cases("gpt2-dp=8")
 def test_programs_are_linear_in_the_depth(name, strategy):
     """Bytes of collectives, arguments and temporaries of 6 layers, from the programs of 2 and of 3 that are left."""
     step = deep_steps(name, 6)[1]

@@ -75,6 +75,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", with_matrix(DIFFERENCES, ["rows"]))
+@pytest.mark.matrix
 def test_other_batches_and_seeds_raise_in_both_processes(what):
     ended = finish(start([JOB, "differing", what], GRAPHACC_TIMEOUT=str(TIMEOUT)))
     for process in ended:

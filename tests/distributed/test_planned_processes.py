@@ -27,6 +27,7 @@ def test_both_processes_run_with_their_plan_and_with_the_bits_of_xlas(strategy):
 
 
 @pytest.mark.parametrize("strategy", with_matrix(STRATEGIES, ["dp=2,fsdp=4"]))
+@pytest.mark.matrix
 def test_the_order_of_the_collectives_is_that_of_xla_in_both_processes(strategy):
     orders = [found[name] for found in gpt2(strategy) for name in ("order", "planned order")]
     assert all(order == orders[0] for order in orders) and len(orders[0]) > 20
@@ -53,6 +54,7 @@ def test_the_bits_are_equal_whatever_one_process_does(unalike):
         ("failed in one", (True, False), (False, False)),
     ],
 )
+@pytest.mark.matrix
 def test_each_process_plans_for_itself(unalike, case, changed, from_cache):
     plans = [found["runs"][case]["plan"] for found in unalike]
     for plan, expected, cached in zip(plans, changed, from_cache):

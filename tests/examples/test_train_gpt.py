@@ -48,6 +48,7 @@ def test_eight_devices_by_itself(eight):
     assert 0.4 < result["memory"]["predicted_bytes"] / result["memory"]["measured_bytes"] < 2.5
 
 
+@pytest.mark.matrix
 def test_the_loss_curve_is_that_of_one_device(eight, tmp_path):
     run("--devices", "1", "--strategy", "dp=1", "--json", str(tmp_path / "one.json"))
     one = json.loads((tmp_path / "one.json").read_text())

@@ -94,6 +94,7 @@ def test_reductions(name):
 
 @pytest.mark.parametrize("reduction", CONSUMERS)
 @pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.default_cases("maximum-amax", "maximum-amin", "maximum-sum", "maximum-mean", "softplus-amax", "softplus-amin", "softplus-sum", "softplus-mean", "elu-amax", "elu-amin", "elu-sum", "elu-mean")
 def test_fused_with_what_comes_before(name, reduction):
     check(lambda x: CONSUMERS[reduction](POINTWISE[name](x)))
 

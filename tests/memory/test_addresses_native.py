@@ -111,7 +111,7 @@ def _count(packing, order, rules, max_nodes):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@pytest.mark.default_cases("deadline", "first", "parts", "support")
+@pytest.mark.default_cases("support")
 def test_each_rule_saves_nodes_and_changes_no_answer(rule):
     with_rule = without_rule = 0
     for seed in range(60):

@@ -72,7 +72,7 @@ def most_gathered(program: StepGraph) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.default_cases("0-gpt2", "1-gpt2", "2-gpt2")
+@pytest.mark.default_cases("1-gpt2")
 def test_no_schedule_gathers_more(name, prefetch):
     program = spread(step(name), f"fsdp=4,bucket_mb={BUCKET_MB},prefetch={prefetch}")
     assert most_gathered(program) == {"forward": prefetch + 1, "backward": prefetch + 1}

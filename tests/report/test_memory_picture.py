@@ -41,6 +41,7 @@ def test_a_page_shows_both_plans(model, tmp_path):
     assert f"lower bound: {program.plan.lower_bound:,} bytes" in page
 
 
+@pytest.mark.matrix
 def test_a_png_is_drawn(model, tmp_path):
     memory_plan(program_of(model), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

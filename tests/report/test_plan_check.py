@@ -47,7 +47,7 @@ def planned(hardware: str, strategy: str):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8", "dp=2,tp=2,fsdp=2"])
-@pytest.mark.default_cases("dp=2,tp=2,fsdp=2")
+@pytest.mark.matrix
 def test_a_plan_is_compiled_and_compared(strategy):
     """On virtual CPU devices: the arguments are what was planned to the byte, and so are the collectives."""
     check = check_plan(*planned("cpu:8", strategy))

@@ -378,6 +378,7 @@ print(json.dumps({"hit": program.from_cache, "seconds": program.compile_seconds}
 """
 
 
+@pytest.mark.matrix
 def test_another_process_hits_the_cache(tmp_path):
     """Both processes are new: what tests before this one left in JAX's own caches can give the same program in other words, with another key."""
     here = os.path.dirname(os.path.abspath(__file__))

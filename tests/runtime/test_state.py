@@ -25,6 +25,7 @@ def mesh():
 @pytest.mark.parametrize("new", list(LAYOUTS.values()), ids=list(LAYOUTS))
 @pytest.mark.parametrize("old", list(LAYOUTS.values()), ids=list(LAYOUTS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool], ids=str)
+@pytest.mark.default_cases("torch.bool-whole-whole", "torch.bool-whole-rows", "torch.bool-whole-rows of both axes", "torch.bool-whole-columns", "torch.bool-whole-interleaved", "torch.bool-rows-whole", "torch.bool-rows-rows", "torch.bool-rows-rows of both axes", "torch.bool-rows-columns", "torch.bool-rows-interleaved", "torch.bool-rows of both axes-whole", "torch.bool-rows of both axes-rows", "torch.bool-rows of both axes-rows of both axes", "torch.bool-rows of both axes-columns", "torch.bool-rows of both axes-interleaved", "torch.bool-columns-whole", "torch.bool-columns-rows", "torch.bool-columns-rows of both axes", "torch.bool-columns-columns", "torch.bool-columns-interleaved", "torch.bool-interleaved-whole", "torch.bool-interleaved-rows", "torch.bool-interleaved-rows of both axes", "torch.bool-interleaved-columns", "torch.bool-interleaved-interleaved")
 def test_a_value_is_given_in_the_layout_that_is_wanted(mesh, old, new, dtype):
     tensor = torch.randn(10, 6).to(dtype)
     state = TrainState(mesh)
