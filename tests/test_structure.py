@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "doctor": {"", "_compat", "cache", "capture", "costs", "errors", "kernels"},
     "plan_command": {"errors", "report", "search"},
     "cli": {"doctor", "plan_command", "errors", "costs", "report", "passes.memory", "search"},
-    "examples": {"", "runtime"},
+    "examples": {"", "integrations", "runtime"},
+    "integrations": set(),
 }
 """Folder or module -> what it may import from graphacc; "" is the public package itself."""
 

@@ -1,6 +1,6 @@
 """transformers' Trainer with a compiled model: ``python -m graphacc.examples.trainer``.
 
-`train` is what a script does; `compile` is the one thing added to it. A tiny T5 learns to copy short sequences, with Adafactor, a last batch
+`train` is what a script does; `compile` is added to it, and the import of Seq2SeqTrainer is another one. A tiny T5 learns to copy short sequences, with Adafactor, a last batch
 that is smaller than the others, and an evaluation that generates.
 """
 
@@ -21,13 +21,16 @@ def dataset(rows: int, length: int = 6) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def train(compile: Compile, steps: int = 6, **options) -> tuple[nn.Module, list[float]]:
+def train(compile: Compile, steps: int = 6, original: bool = False, **options) -> tuple[nn.Module, list[float]]:
     """Train for `steps` steps of 8 rows, of 20; returns the model and the losses.
 
     Args:
+        original: take transformers' own Seq2SeqTrainer, whose NaN filter reads the loss before the optimizer's step.
         options: further arguments of Seq2SeqTrainingArguments.
     """
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+    from graphacc.integrations.transformers import Seq2SeqTrainer  # isort: skip  # in front of transformers
+    import transformers
+    from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
@@ -44,10 +47,9 @@ def train(compile: Compile, steps: int = 6, **options) -> tuple[nn.Module, list[
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,  # where the loop's tensors are; GraphAcc has the devices
-            logging_nan_inf_filter=False,  # it reads the loss before the optimizer's step
         )
         arguments = Seq2SeqTrainingArguments(folder, max_steps=steps, **defaults | options)
-        trainer = Seq2SeqTrainer(model, arguments, train_dataset=dataset(20), eval_dataset=dataset(8))
+        trainer = (transformers.Seq2SeqTrainer if original else Seq2SeqTrainer)(model, arguments, train_dataset=dataset(20), eval_dataset=dataset(8))
         trainer.train()
         trainer.evaluate()
     return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -398,7 +398,7 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
         First name -> handle, parameters first, in the model's own order; a tied tensor has one handle.
 
     Raises:
-        LoopError: a tensor that is managed by another compiled model, or of a class that cannot be managed.
+        LoopError: a tensor that is managed by another compiled model, of a class that cannot be managed, or on a device of torch_xla.
     """
     found: dict[str, Handle] = {}
     seen: set[int] = set()
@@ -422,6 +422,11 @@ def manage(engine: "Engine", model: nn.Module, handles: dict[str, Handle] | None
                 raise LoopError(
                     f"{name!r} is a {type(tensor).__name__}: only ordinary tensors and parameters can be moved to the devices; "
                     "replace it by a plain torch.nn.Parameter or torch.Tensor before graphacc.compile"
+                )
+            if tensor.device.type == "xla":
+                raise LoopError(
+                    f"{name!r} is on {tensor.device}, a device of torch_xla: a compiled model's tensors stay on the CPU, and its programs run on JAX's devices. transformers and "
+                    "accelerate move models there where torch_xla is installed: import graphacc.integrations.transformers before them, or set USE_TORCH_XLA=0"
                 )
             handle = found[name] = Handle(engine, kind, name, tensor)
             handle.exposed = handles is not None
