@@ -124,7 +124,7 @@ class Engine:
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
         self._last_function: ModelCall | None = None
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
-        self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors
+        self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors, but for those that share a bucket
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
 
     # ---- calls of the model
@@ -251,6 +251,8 @@ class Engine:
         self.guards.write(self.written[tape.calls[-1].function].others)
         if not trains:
             self.execution.run_forward(tape, tape.live(), keep_buffers=True)
+            if tape.bucket is not None:  # other lengths share its program
+                self._forms.get(function.path, set()).discard(_form(args, kwargs))
             tape.closed = True
             self._remember(tape)
             result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
@@ -265,7 +267,7 @@ class Engine:
         """Why a call without gradients is not worth a program: every other one has had other shapes."""
         if self.options.capture != "auto" or self.programs.local_batch or any(handle.frees_host for handle in self.handles.values()):
             return None  # the user wants programs; other processes may see other shapes; the host need not hold the model
-        form = tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        form = _form(args, kwargs)
         known = self._forms.setdefault(function.path, {form})
         if form in known or len(known) < MAX_FORMS:
             known.add(form)
@@ -780,6 +782,11 @@ class Engine:
             handle.grad = handle.host_grad = None
         self.keys.restart(seed, counter)
         self.steps = steps
+
+
+def _form(args: tuple, kwargs: dict) -> tuple:
+    """Shapes and dtypes of a call's tensors."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _grad_mode(tensor: Tensor) -> object:

@@ -14,6 +14,7 @@ from torch import nn
 from training import assert_parity, compiled, train
 
 import graphacc
+from graphacc.loop.engine import MAX_FORMS
 from graphacc.errors import StrategyError
 
 B, D = 8, 8
@@ -118,6 +119,18 @@ def test_the_loops_own_functions_and_results():
     for got, want in zip(model.parameters(), reference.parameters(), strict=True):
         assert relative_error(got, want) <= PARAMETERS_AFTER_STEPS
     assert {kind: len(programs(model, kind)) for kind in ("step", "grad", "forward")} == {"step": 0, "grad": 1, "forward": 1}
+    assert not graphacc.api.engine_of(model).by_pytorch.counts
+
+
+def test_evaluation_of_many_lengths_stays_compiled():
+    """More lengths than there may be shapes of calls without gradients; they share the bucket's one program."""
+    torch.manual_seed(0)
+    reference = Tagger().eval()
+    model = compiled(copy.deepcopy(reference), None, bucket_lengths=(16,))
+    with torch.no_grad():
+        for tokens, _ in sentences(range(4, 4 + MAX_FORMS + 2)):
+            assert relative_error(model(tokens), reference(tokens)) <= LOSS
+    assert len(programs(model, "forward")) == 1
     assert not graphacc.api.engine_of(model).by_pytorch.counts
 
 

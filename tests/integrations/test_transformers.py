@@ -48,8 +48,8 @@ def train(kind: type, model: nn.Module, folder: str, wrong: dict[int, float], **
     ("options", "wrong"),
     [
         pytest.param(dict(logging_steps=3), {1: float("nan"), 3: float("inf"), 5: -float("inf"), 6: float("nan"), 7: float("nan")}, id="in the middle and first"),
-        pytest.param(dict(logging_steps=1), {2: float("nan")}, id="every step"),
-        pytest.param(dict(logging_steps=3, logging_nan_inf_filter=False), {4: float("nan")}, id="switched off"),
+        pytest.param(dict(logging_steps=1), {2: float("nan")}, id="every step", marks=pytest.mark.matrix),
+        pytest.param(dict(logging_steps=3, logging_nan_inf_filter=False), {4: float("nan")}, id="switched off", marks=pytest.mark.matrix),
     ],
 )
 def test_losses_that_are_not_finite_are_logged_as_by_trainer(tmp_path, options, wrong):
