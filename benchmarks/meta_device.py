@@ -5,12 +5,16 @@ anonymous memory (``RssAnon`` of /proc/self/status, sampled every 2 ms; pages of
 bytes of the shards that the process's devices hold at its end and held at its beginning. On virtual CPU devices the devices' memory is in it, so what is
 left over, `extra`, is what making, loading or saving has needed besides; an empty process of the same imports and devices is below the first part's beginning. In
 parts with steps it is the step's temporaries (gathered weights, gradients, activations) and what compiling leaves behind.
+
+``--limit`` lets the system enforce that: in the parts without a step (`WITHOUT_STEP`) an allocation fails that would bring the process's data (RLIMIT_DATA) above the shards that it
+gets there and a fifth, which is 0.6 of the model while it is loaded: half of the model are the process's own shards, on virtual devices. Making the whole model has to fail there.
 """
 
 import argparse
 import json
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -20,6 +24,9 @@ import time
 
 WITHOUT_STEP = ("made on the meta device", "loaded", "saved", "checkpoint loaded under another strategy")
 """Parts in which no step runs."""
+
+SPARE = 0.2
+"""What these parts may need besides the shards that the process holds then, as a share of them."""
 
 
 class Peak:
@@ -43,6 +50,14 @@ def anonymous_bytes() -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def limit_data(more: float) -> None:
+    """From now on allocations fail that bring this process's data above what it has and `more` bytes; infinity lifts it."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmData"))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY if more == float("inf") else int(line.split()[1]) * 1024 + int(more), hard))
 
 
 def settle() -> None:
@@ -99,7 +114,7 @@ def shard_bytes(*models) -> int:
     return sum(shard.data.nbytes for model in models for array in arrays_of(model) for shard in array.addressable_shards)
 
 
-def part(directory: pathlib.Path, layers: int, width: int, staging: float) -> None:
+def part(directory: pathlib.Path, layers: int, width: int, staging: float, limited: bool) -> None:
     """What each of the two processes does; prints a line of JSON."""
     import jax
     import torch
@@ -124,6 +139,11 @@ def part(directory: pathlib.Path, layers: int, width: int, staging: float) -> No
         found.append({"part": label, "risen": risen, "shards": held[0], "before": before, "extra": risen - (held[0] - before)})
         peak.restart()
 
+    def limit(new_shards: float, all_shards: float) -> None:
+        if limited:
+            settle()
+            limit_data(new_shards + SPARE * all_shards)
+
     def step(model, optimizer) -> float:
         loss = model(batch).square().mean()
         loss.backward()
@@ -131,6 +151,13 @@ def part(directory: pathlib.Path, layers: int, width: int, staging: float) -> No
         optimizer.zero_grad()
         return loss.item()
 
+    own = sum(file.stat().st_size for file in (directory / "weights").glob("*.safetensors")) / 2
+    limit(own, own)
+    whole_fits = True
+    try:
+        build(layers, width)
+    except RuntimeError:  # of torch's allocator
+        whole_fits = False
     peak.restart()
     with torch.device("meta"):
         model = build(layers, width)
@@ -138,13 +165,16 @@ def part(directory: pathlib.Path, layers: int, width: int, staging: float) -> No
     note("made on the meta device", model)
     graphacc.load_safetensors(model, directory / "weights")
     note("loaded", model)
+    limit_data(float("inf"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = [step(model, optimizer) for _ in range(2)]
     note("two steps", model)
+    limit(0, held[0])
     start = time.perf_counter()
     saving = graphacc.save_checkpoint(directory / "saved", model, optimizer, asynchronous=True, staging_mb=staging)
     blocked = time.perf_counter() - start
     note("saved", model)
+    limit_data(float("inf"))
     losses.append(step(model, optimizer))
     beside = not saving.done
     saving.wait()
@@ -152,19 +182,21 @@ def part(directory: pathlib.Path, layers: int, width: int, staging: float) -> No
     note("a step while it is written", model)
     losses.append(step(model, optimizer))
     del model, optimizer, saving
-    held[0] = 0
+    state, held[0] = held[0], 0
     peak.restart()
+    limit(2 * state, 2 * state)  # four devices in four shards, twice: each process has all of it
     with torch.device("meta"):
         other = build(layers, width)
     other = graphacc.compile(other, strategy="fsdp=4,dp=2", **options)
     optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
     graphacc.load_checkpoint(directory / "saved", other, optimizer)
     note("checkpoint loaded under another strategy", other)
+    limit_data(float("inf"))
     again = [step(other, optimizer), step(other, optimizer)]
-    print("result", json.dumps({"parts": found, "losses": losses, "again": again, "blocked": blocked, "whole": whole, "beside": beside}), flush=True)
+    print("result", json.dumps({"parts": found, "losses": losses, "again": again, "blocked": blocked, "whole": whole, "beside": beside, "whole_fits": whole_fits}), flush=True)
 
 
-def run(layers: int, width: int, staging: float) -> tuple[int, list[dict]]:
+def run(layers: int, width: int, staging: float, limited: bool = False) -> tuple[int, list[dict]]:
     """The model's bytes, and what each process has found."""
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
@@ -175,7 +207,7 @@ def run(layers: int, width: int, staging: float) -> tuple[int, list[dict]]:
             port = probe.getsockname()[1]
         environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "RANK", "WORLD_SIZE")}
         environment |= {"JAX_PLATFORMS": "cpu", "USE_TORCH_XLA": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "GRAPHACC_COORDINATOR": f"localhost:{port}", "GRAPHACC_NUM_PROCESSES": "2"}
-        command = [sys.executable, __file__, "--part", name, "--layers", str(layers), "--width", str(width), "--staging", str(staging)]
+        command = [sys.executable, __file__, "--part", name, "--layers", str(layers), "--width", str(width), "--staging", str(staging), *(["--limit"] if limited else [])]
         started = [
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment | {"GRAPHACC_PROCESS_ID": str(rank)}) for rank in range(2)
         ]
@@ -195,11 +227,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--staging", type=float, default=20.0, help="MB of copies of a save that goes on")
+    parser.add_argument("--limit", action="store_true", help="let the system refuse memory above a process's shards and a fifth")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        return part(pathlib.Path(options.part), options.layers, options.width, options.staging)
-    total, processes = run(options.layers, options.width, options.staging)
+        return part(pathlib.Path(options.part), options.layers, options.width, options.staging, options.limit)
+    total, processes = run(options.layers, options.width, options.staging, options.limit)
     print(f"parameters {total / 1e6:.0f} MB, in two processes")
     for rank, found in enumerate(processes):
         for line in found["parts"]:
@@ -208,6 +241,7 @@ def main() -> None:
                 f"process {rank}  {line['part']:42} up by {line['risen'] / 1e6:6.1f} MB, shards {line['before'] / 1e6:6.1f} -> {line['shards'] / 1e6:6.1f} MB, "
                 f"extra {line['extra'] / 1e6:6.1f} MB{share}"
             )
+        print(f"process {rank}  the whole model {'fits' if found['whole_fits'] else 'does not fit, as it should be: its allocation failed'}")
         print(f"process {rank}  losses {found['losses']}, again {found['again']}; the save kept the loop for {found['blocked']:.2f} s of {found['whole']:.2f} s")
 
 
