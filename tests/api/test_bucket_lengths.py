@@ -14,8 +14,8 @@ from torch import nn
 from training import assert_parity, compiled, train
 
 import graphacc
-from graphacc.loop.engine import MAX_FORMS
 from graphacc.errors import StrategyError
+from graphacc.loop.engine import MAX_FORMS
 
 B, D = 8, 8
 BUCKETS = (8, 16, 24, 32)
