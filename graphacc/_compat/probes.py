@@ -12,7 +12,7 @@ import logging
 
 log = logging.getLogger("graphacc")
 
-TRIED = "torch 2.9.1 and 2.13.0, jax 0.10.2 and 0.12.0.1"
+TRIED = "torch 2.9.1, 2.13.0 and 2.15.0, jax 0.10.2 and 0.12.0.1"
 NEEDED = "nothing can be compiled without it"
 
 

@@ -1,9 +1,14 @@
-"""Private or unstable torch APIs, in one place. Tried with torch 2.9.1 and 2.13.0; `probes` says what is off where one is missing."""
+"""Private or unstable torch APIs, in one place. Tried with torch 2.9.1, 2.13.0 and 2.15.0; `probes` says what is off where one is missing."""
 
 import contextlib
+import dataclasses
+import dis
 import functools
+import inspect
 import sys
+import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -267,6 +272,7 @@ def _hinted_causal(mask, is_causal=None, size=None) -> bool:
 
 def _checkpoints_run_once(checkpointed) -> dict:
     """Stand-ins for the two forms of torch.utils.checkpoint: call the function, inside `checkpointed(policy)`."""
+    from torch.utils import checkpoint
     from torch.utils.checkpoint import check_backward_validity, noop_context_fn
 
     class CheckpointFunction:
@@ -281,12 +287,17 @@ def _checkpoints_run_once(checkpointed) -> dict:
                 return function(*args)
 
     def generator(fn, preserve_rng_state=True, context_fn=noop_context_fn, *args, **kwargs):
+        return implementation(fn, args, kwargs, context_fn=context_fn)
+
+    def implementation(fn, args, kwargs, *, context_fn=noop_context_fn, **options):
         forward, _ = context_fn()
         policy = _policy_of(forward)
         with checkpointed(policy), contextlib.nullcontext() if policy is not None else forward:
             yield
 
-    return {"CheckpointFunction": CheckpointFunction, "_checkpoint_without_reentrant_generator": generator}
+    found = {"CheckpointFunction": CheckpointFunction, "_checkpoint_without_reentrant_generator": generator}
+    called = "_checkpoint_without_reentrant_generator_impl"  # by `checkpoint` since torch 2.15
+    return {**found, called: implementation} if hasattr(checkpoint, called) else found
 
 
 def _policy_of(context):
@@ -446,18 +457,69 @@ def untraced(function):
 _untraced: dict = {}  # no functools.cache: torch.compile's frontend warns where it meets one
 
 
-def applied_functions() -> list[tuple[object, type, tuple, dict]]:
-    """The calls of ``torch.autograd.Function.apply`` that the caller runs in, outermost first: its frame, the class and the arguments."""
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A call of ``torch.autograd.Function.apply``."""
+
+    frame: object  # Python's, of the call or of the forward in it
+    call: tuple[type, tuple, dict] | None  # the class and the arguments; None where they cannot be told
+
+
+def applied_functions() -> list[Applied]:
+    """The calls of ``torch.autograd.Function.apply`` that the caller runs in, outermost first."""
     found, frame = [], sys._getframe(1)
+    forwards = set() if _APPLY is not None else set(_forwards(torch.autograd.Function))
     while frame is not None:
         if frame.f_code is _APPLY:
             held = frame.f_locals
-            found.insert(0, (frame, held["cls"], tuple(held["args"]), dict(held["kwargs"])))
+            found.insert(0, Applied(frame, (held["cls"], tuple(held["args"]), dict(held["kwargs"]))))
+        elif frame.f_code in forwards:
+            found.insert(0, Applied(frame, _arguments_of_apply(frame)))
         frame = frame.f_back
     return found
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+def _forwards(base: type) -> Iterator[types.CodeType]:
+    for function in base.__subclasses__():
+        if isinstance(function.forward, types.FunctionType):
+            yield function.forward.__code__
+        yield from _forwards(function)
+
+
+def _arguments_of_apply(frame: types.FrameType) -> tuple[type, tuple, dict] | None:
+    """The class and the arguments with which C++ has called its forward, whose frame this is, as torch 2.15 does."""
+    code, held = frame.f_code, frame.f_locals
+    if _rebinds_arguments(code):
+        return None
+    names, num_positional = code.co_varnames, code.co_argcount
+    num_named = num_positional + code.co_kwonlyargcount
+    args, kwargs = [held[name] for name in names[:num_positional]], {name: held[name] for name in names[num_positional:num_named]}
+    if code.co_flags & inspect.CO_VARARGS:
+        args += held[names[num_named]]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        kwargs |= held[names[num_named + bool(code.co_flags & inspect.CO_VARARGS)]]
+    context = args[0] if args else None  # a forward without one does not say of which class it is, nor whether `apply` has called it
+    function = getattr(context, "_forward_cls", None) if isinstance(context, torch.autograd.function.FunctionCtx) else None
+    return None if function is None or function.forward.__code__ is not code else (function, tuple(args[1:]), kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _rebinds_arguments(code: types.CodeType) -> bool:
+    """Whether a function's arguments may be other ones when it has run for a while."""
+    flags = code.co_flags
+    count = code.co_argcount + code.co_kwonlyargcount + bool(flags & inspect.CO_VARARGS) + bool(flags & inspect.CO_VARKEYWORDS)
+    names = set(code.co_varnames[:count])
+    changed = (item.argval for item in dis.get_instructions(code) if item.opname.startswith(("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF")))
+    nested = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    written = {name for value in changed for name in (value if isinstance(value, tuple) else (value,))}
+    return not names.isdisjoint(written) or any(names & set(part.co_freevars) for part in nested)
+
+
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""Of `apply`, where it is a function of Python's (before torch 2.15)."""
+
+SEES_APPLY = _APPLY is not None
+"""Whether `applied_functions` knows every call of `apply`; otherwise those alone whose forward is a function that gets the context first."""
 
 
 def output_of_function(tensor: torch.Tensor) -> int | None:

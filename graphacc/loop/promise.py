@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import applied_functions, output_of_function
+from graphacc._compat.torch_ import SEES_APPLY, applied_functions, output_of_function
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import managed, trees
 
@@ -75,6 +75,7 @@ class Promise(Tensor):
     """
 
     tape: "Tape"
+    _output: int | None = None  # the index, if it is known as a result of a torch.autograd.Function that the loop has applied
 
     @staticmethod
     def __new__(cls, tape: "Tape", index: int):
@@ -113,9 +114,15 @@ class Promise(Tensor):
     def index(self) -> int:
         """Of the value on the tape."""
         results = self.tape.applied.get(self._index)
-        if results is not None and (output := output_of_function(self)) is not None:
+        if (results is not None or not SEES_APPLY) and self._index != self._output and (output := output_of_function(self)) is not None:
+            if results is None:
+                raise LoopError(
+                    f"a torch.autograd.Function was applied to results of the model, of which torch {torch.__version__} does not say with which arguments: apply it in the model's "
+                    "forward, or let its forward be a plain function whose first argument is the context"
+                )
             self.tape.promises.pop(self._index)
             self.bind(self.tape, results[output])
+            self._output = self._index
         return self._index
 
     @property
@@ -155,6 +162,8 @@ def run_function(func, args: tuple, kwargs: dict):
             return args[0].tape.backward(*args, **kwargs)
         tape = _recording_tape(func, leaves, tapes)
         applied = None if torch.is_grad_enabled() else _record_applied(tape, leaves)
+        if applied is None and not SEES_APPLY and func is Tensor.view_as and args[0] is args[1] and not torch.is_grad_enabled():
+            raise NotRecorded("a torch.autograd.Function gives back its argument")  # `apply` makes this view when the forward has ended
         result = tape.record(func, args, kwargs)
     except NotRecorded as reason:
         return _by_pytorch(func, args, kwargs, tapes, str(reason))
@@ -171,20 +180,26 @@ def _record_applied(tape: "Tape", leaves: list) -> "tuple[int | None, ...] | Non
 
     Returns:
         The values of its results, which those that its forward returns stand for; None outside of one.
+
+    Raises:
+        NotRecorded: torch does not say with which arguments it is applied.
     """
     promises = [leaf for leaf in leaves if isinstance(leaf, Promise) and leaf.tape is tape]
     inside = next((tape.applied[leaf.index] for leaf in promises if leaf.index in tape.applied), None)
     if inside is not None or not any(leaf.requires_gradient for leaf in promises):
         return inside
-    for frame, function, args, kwargs in applied_functions():
+    for applied in applied_functions():
+        if applied.call is None:
+            raise NotRecorded("a torch.autograd.Function is applied to it whose arguments are not known")
+        function, args, kwargs = applied.call
         given = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Promise) and leaf.tape is tape and leaf.requires_gradient for leaf in given):
-            if tape.applied_frame is frame:
+            if tape.applied_frame is applied.frame:
                 return tape.applied_results
             with torch.enable_grad():
                 result = _recording_tape(function.apply, given, [tape]).record(function.apply, args, kwargs)
             results = result if isinstance(result, tuple) else (result,)
-            tape.applied_frame, tape.applied_results = frame, tuple(leaf.index if isinstance(leaf, Promise) else None for leaf in results)
+            tape.applied_frame, tape.applied_results = applied.frame, tuple(leaf.index if isinstance(leaf, Promise) else None for leaf in results)
             return tape.applied_results
     return None
 

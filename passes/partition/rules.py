@@ -167,10 +167,14 @@ READS_NODES: set[torch._ops.OpOverload] = set()
 """Operators whose rules look at how operands are made or at the node itself, not only at constants, shapes, dtypes and placements."""
 
 
-def operator(name: str) -> torch._ops.OpOverload:
-    """``"aten.add.Tensor"`` -> the overload."""
+ABSENT: set[str] = set()
+"""Operators with a rule that this version of torch does not have."""
+
+
+def operator(name: str) -> torch._ops.OpOverload | None:
+    """``"aten.add.Tensor"`` -> the overload; None where this version of torch has none."""
     namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
 
 
 def rule(names: str, *, reads_nodes: bool = False) -> Callable[[Rule], Rule]:
@@ -179,6 +183,9 @@ def rule(names: str, *, reads_nodes: bool = False) -> Callable[[Rule], Rule]:
     def register(function: Rule) -> Rule:
         for name in names.split():
             target = operator(name)
+            if target is None:
+                ABSENT.add(name)
+                continue
             assert target not in RULES, f"{name} has two partition rules"
             RULES[target] = function
             if reads_nodes:

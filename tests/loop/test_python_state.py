@@ -328,7 +328,7 @@ def test_joining_with_an_empty_tensor(strategy):
     assert strategy or "cat" not in str(model.programs[0].graph.graph)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_parts_in_torchscript_are_run_by_pytorch():
     def made():
         torch.manual_seed(0)

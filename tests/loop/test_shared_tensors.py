@@ -223,7 +223,7 @@ def test_hooks_of_several_parameters():
     assert_same(run, small, eager="register_multi_grad_hook")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch 2.13 loads its formulas by it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch 2.13 loads its formulas by it
 def test_forward_mode_differentiation():
     def run(model):
         optimizer, numbers = sgd(model), []
