@@ -3,13 +3,14 @@
 import itertools
 import random
 
+import jax
 import programs
 import pytest
 from rewrites import Rewrite
 
 from graphacc._compat import jax_ as compat
 from graphacc.runtime.replan import cpu
-from graphacc.runtime.replan.errors import VerificationError
+from graphacc.runtime.replan.errors import NotUnderstood, VerificationError
 from graphacc.runtime.replan.liveness import Liveness
 from graphacc.runtime.replan.precedence import find_predecessors
 
@@ -23,7 +24,12 @@ def right_rewrite(name: str) -> Rewrite:
 
 @pytest.fixture(scope="module", params=NAMES)
 def plan(request) -> Rewrite:
-    found = right_rewrite(request.param)
+    try:
+        found = right_rewrite(request.param)
+    except NotUnderstood as error:
+        if not programs.NEWER:
+            raise
+        pytest.skip(f"jax {jax.__version__}: XLA's plan kept: {error}")
     found.check(found.reread())
     return found
 

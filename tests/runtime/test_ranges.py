@@ -4,6 +4,7 @@ import gzip
 import pathlib
 
 import jax
+import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -38,6 +39,7 @@ def test_torch_profiler_sees_the_ranges():
     assert first["graphacc.step"].cpu_time_total >= first["graphacc.compile"].cpu_time_total > 0
 
 
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # Python 3.13's about jaxlib's reader; as an error it ends the process
 def test_jax_traces_hold_the_ranges(tmp_path: pathlib.Path):
     with jax.profiler.trace(tmp_path):
         list(steps(2))
