@@ -727,12 +727,13 @@ class Engine:
     def current_optimizer_state(self, binding: Binding) -> "dict[str, Tensor | tuple]":
         """"<parameter>/<state>" -> the optimizer's state where it is newest."""
         self.programs.drain()
-        if binding.state_on_device:
-            targets = [target for name in binding.names for target in self.programs.state_targets(name)]
-            return {target: self.programs.exact(Kind.STATE, target) for target in targets}
-        state = binding.optimizer.state
-        found = {name: state[self.handles[name].tensor] for name in binding.names if self.handles[name].tensor in state}
-        return {f"{name}/{key}": value for name, values in found.items() for key, value in values.items() if isinstance(value, Tensor)}
+        found: dict[str, Tensor | tuple] = {}
+        for name in binding.names:
+            targets = self.programs.state_targets(name) if binding.state_on_device else []
+            held = {} if targets else dict.get(binding.optimizer.state, self.handles[name].tensor, {})
+            found |= {target: self.programs.exact(Kind.STATE, target) for target in targets}
+            found |= {f"{name}/{key}": value for key, value in held.items() if isinstance(value, Tensor)}
+        return found
 
     def load(self, handle: Handle, read: Callable[[Index], np.ndarray]) -> None:
         """Replace the value of a parameter or buffer by one that is read block by block; every process reads what its devices hold."""

@@ -379,15 +379,18 @@ class Execution:
                     handle.release()
 
     def _upload_optimizer_state(self, compiled: Compiled, binding: Binding) -> None:
-        holds = self.engine.programs.state.holds if binding.state_on_device else lambda kind, target: False
-        missing = [item for item in compiled.graph.inputs if item.kind is Kind.STATE and not holds(item.kind, item.target)]
+        programs = self.engine.programs
+        if not binding.state_on_device:  # also of parameters that this program does not update
+            for target in [target for name in binding.names for target in programs.state_targets(name)]:
+                programs.state.discard(Kind.STATE, target)
+        missing = [item for item in compiled.graph.inputs if item.kind is Kind.STATE and not programs.state.holds(item.kind, item.target)]
         keys: dict[str, list[str]] = collections.defaultdict(list)
         for item in missing:
             name, _, key = item.target.rpartition("/")
             keys[name].append(key)
         for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)) if missing else ():
             for key in keys[name]:
-                self.engine.programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
+                programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
             self.engine.handles[name].let_go()
         binding.state_on_device = True
 

@@ -20,6 +20,7 @@ from tolerances import relative_error
 from torch import nn
 from training import compiled
 
+import graphacc
 from graphacc._compat.torch_ import SEES_APPLY
 from graphacc.errors import LoopError
 
@@ -570,6 +571,15 @@ def state_is_reloaded(m, o, x, y, i):
     return plain(m, o, x, y, i)
 
 
+def state_of_a_frozen_layer_is_edited(m, o, x, y, i):
+    m.first.requires_grad_(i != 2)
+    loss = trained(o, F.cross_entropy(m(x), y))
+    if i == 1:
+        for state in o.state.values():
+            state["exp_avg"].mul_(0.5)
+    return [loss.item(), o.state[m.first.weight]["exp_avg"].sum().item() if i == 2 else 0.0]
+
+
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.05)
 
@@ -692,6 +702,7 @@ LOOPS = [
     loop(state_is_edited, adam),
     loop(state_is_replaced, adam),
     loop(state_is_reloaded, adam),
+    loop(state_of_a_frozen_layer_is_edited, adam),
     named("reloaded_lion", state_is_reloaded, lambda m: SignMomentum(m.parameters(), 0.01)),
     named("counting_groups", plain, lambda m: CountingGroups(m.parameters(), 0.1)),
     *(
@@ -732,9 +743,22 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
+
+
+def test_a_checkpoint_holds_the_state_of_a_frozen_layer_that_was_edited(tmp_path):
+    model = compiled(Net(), None)
+    optimizer = adam(model)
+    for i, (x, y) in enumerate(data(3)):
+        state_of_a_frozen_layer_is_edited(model, optimizer, x, y, i)
+    expected = optimizer.state[model.first.weight]["exp_avg"].clone()
+    graphacc.save_checkpoint(tmp_path, model, optimizer)
+    again = compiled(Net(), None)
+    other = adam(again)
+    graphacc.load_checkpoint(tmp_path, again, other)
+    assert other.state[again.first.weight]["exp_avg"].equal(expected) and expected.any()
 
 
 def test_a_plain_loop_stays_one_program():
