@@ -11,6 +11,12 @@ so that no more than `prefetch` + 1 are there at a time (FSDP's `limit_all_gathe
 3.4), as a dependency of the program that holds under any schedule. A weight that is read again much later (a tied embedding)
 stays until then, on top of this, and small tensors (`is_small`) are gathered at the start. The first gathers of the backward wait for the first gradient alone.
 
+A weight larger than any bucket (an embedding, the head) has a gradient as large as what is gathered. In the backward its product is made
+to wait for what reads the gathered weight, so that both are not there at once:
+
+    dx = dy @ W^T     first, and W is let go
+    dW = x^T @ dy     ---waits for---> dx
+
 The waiting is `graphacc::after`. In the backward it is there already, on each parameter (`passes/partition/regather.py`), and is given
 another dependency; in the forward it is put in front of the gather.
 """
@@ -24,13 +30,16 @@ import torch.fx
 
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
-from graphacc.passes.communication.buckets import GATHER, is_small, place_of, readers
+from graphacc.ops.facts import OpKind, facts, of_kind
+from graphacc.passes.communication.buckets import GATHER, MAX_BYTES, is_small, place_of, readers
 from graphacc.passes.communication.secondary import is_across_nodes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
+from graphacc.passes.stages.values import VIEWS
 
 AFTER = torch.ops.graphacc.after.default
+_PRODUCTS = of_kind(OpKind.PRODUCT)
 
 
 def prefetch_pass(distance: int) -> Pass:
@@ -39,6 +48,8 @@ def prefetch_pass(distance: int) -> Pass:
     def run(step: StepGraph, log: Log) -> StepGraph:
         for gathers in sequences(step):
             log.rewrote(_tie(step, gathers, distance))
+            for gather in gathers:
+                log.rewrote(_delay_gradients(step, gather))
         return step
 
     def verify(step: StepGraph) -> None:
@@ -95,6 +106,49 @@ def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
             gather.update_arg(0, edit(AFTER, gather.all_input_nodes[0], anchor, True))
         count += 1
     return count
+
+
+def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
+    """Make the gradient of a weight larger than a bucket wait for what reads the gathered weight in the backward; returns how many products do."""
+    if gather.meta["phase"] is not Phase.BACKWARD or gather.meta["move"].size_bytes <= MAX_BYTES:
+        return 0
+    weight, order, count = gather.meta["val"], _order(step), 0
+    for reader in (node for node in readers(gather) if node.target in _PRODUCTS):
+        for product in {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS}:
+            factor = min(_factors(product), key=lambda node: node.meta["val"].numel())
+            if product.meta["val"].numel() == weight.numel() > factor.meta["val"].numel() and _move_behind(product, reader, order):
+                product.replace_input_with(factor, Editor(step.graph, product)(AFTER, factor, reader, True))
+                count += 1
+    return count
+
+
+def _move_behind(node: torch.fx.Node, other: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:
+    """Move `node` and views of it behind `other`; false where that, or something else between the two, reads it."""
+    moved, left = [], [node]
+    while left:
+        at = left.pop()
+        if order[at] > order[other]:
+            continue
+        if at is not node and at.target not in VIEWS:
+            return False
+        moved.append(at)
+        left.extend(at.users)
+    for at in sorted(moved, key=order.__getitem__, reverse=True):
+        other.append(at)
+    return True
+
+
+def _factors(product: torch.fx.Node) -> list[torch.fx.Node]:
+    places = facts(product.target).factors
+    assert places is not None
+    return [node for place in places if isinstance(node := product.args[place], torch.fx.Node)]
+
+
+def _source(node: torch.fx.Node) -> torch.fx.Node:
+    """What a factor is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _anchor(gathers: list[torch.fx.Node], k: int, distance: int, order: dict[torch.fx.Node, int]) -> torch.fx.Node | None:

@@ -6,13 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_lowering import check_lowering, run_lowered, step_graph
+from helpers_lowering import check_lowering, run_lowered, step_graph, to_array, to_tensor
 from operators_with_gradients import CASES, with_gradient
+from tolerances import relative_error
 
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.functions import WrittenOut
 from graphacc.errors import LoweringError
+from graphacc.lowering.rules.matmul import PIECE, in_pieces
 
 NAN, INF = float("nan"), float("inf")
 aten = torch.ops.aten
@@ -448,3 +450,11 @@ def test_windows(name):
         return x * window(9), x * window(9, False)
 
     check_lowering(both, torch.ones(9), step=step_graph(both, torch.ones(9), inside_mode=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_a_product_in_pieces(dtype, tolerance):
+    """As on GPUs: whole pieces and a rest, summed in fp32."""
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in ((3, 2 * PIECE + 77), (2 * PIECE + 77, 5)))
+    got = to_tensor(in_pieces(to_array(a), to_array(b), to_array(a).dtype))
+    assert got.dtype is dtype and relative_error(got.double(), a.double() @ b.double()) < tolerance

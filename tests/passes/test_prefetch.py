@@ -13,7 +13,7 @@ from gpt2_steps import buckets_at_once, captured, gpt2, spread
 from simulate import simulate
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.communication.prefetch import readers, sequences
 from graphacc.runtime import Program, make_mesh, select_devices
 from graphacc.strategy import Strategy
@@ -94,6 +94,17 @@ def test_values_keep_their_bits():
     ]
     alone, tied = (simulate(spread(step(), f"fsdp=4,bucket_mb={size}"), {"fsdp": 4}, inputs) for size in (0, BUCKET_MB))
     assert all(torch.equal(x, y) for x, y in zip(alone, tied, strict=True))
+
+
+def test_a_large_gradient_waits_for_what_reads_its_weight():
+    """A tied embedding of more than 32 MB: its gradient's second product, whose factors are there before the gathered weight's, is the later one."""
+    width, vocabulary = 128, 65_537
+    large = captured(gpt2(layers=1, width=width, length=LENGTH, vocabulary=vocabulary), LENGTH)
+    waits = []
+    for node in spread(large, "fsdp=2").graph.nodes:
+        if node.target is torch.ops.aten.mm.default and vocabulary in node.meta["val"].shape and node.meta["phase"] is Phase.BACKWARD:
+            waits += [factor.args[1] for factor in node.args if factor.target is torch.ops.graphacc.after.default]
+    assert [(wait.target, wait.args[0].meta["val"].shape[1], wait.meta["val"].shape[1]) for wait in waits] == [(torch.ops.aten.mm.default, vocabulary, width)]
 
 
 @pytest.mark.matrix

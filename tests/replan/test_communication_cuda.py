@@ -3,10 +3,17 @@
 import functools
 
 import h100
+import jax
+import jax.numpy as jnp
 import pytest
+import torch
 from gpt2_steps import buckets_at_once, captured, gpt2, spread
+from graphs import trace
 
 from graphacc._compat import jax_ as compat
+from graphacc.graph import Kind
+from graphacc.lowering import lower
+from graphacc.lowering.rules.matmul import PIECE, PIECED_BYTES
 from graphacc.report.communication import Collective, read_collectives
 from graphacc.report.schedule import read_module
 from graphacc.runtime import Program, make_mesh, select_devices
@@ -60,3 +67,17 @@ def test_without_prefetch_gathers_are_exposed():
     """What the report would miss if it took every start and end for an overlap."""
     exposed = [sum(item.exposed_bytes for item in compiled(f"{WEIGHTS},prefetch={prefetch}")[2] if item.kind == "all-gather") for prefetch in (0, 1)]
     assert exposed[0] > 3 * exposed[1]
+
+
+def test_factors_of_an_odd_length_are_not_copied():
+    """XLA pads both for a product of its own."""
+    length = 5 * PIECE + 1001
+    width = PIECED_BYTES // (2 * 4 * length) + 1
+    inputs = [(Kind.BATCH, "a", torch.empty(width, length)), (Kind.BATCH, "b", torch.empty(length, width))]
+    ours = trace(lambda a, b: (a.sin() @ b.sin(), a.sin(), b.sin()), inputs, [(Kind.USER, str(i)) for i in range(3)])
+    temporaries = []
+    with compat.x64():
+        for product in (lambda a, b: (jnp.sin(a) @ jnp.sin(b), jnp.sin(a), jnp.sin(b)), lower(ours)):
+            compiled = h100.compile(jax.jit(product), [jax.ShapeDtypeStruct(item[2].shape, jnp.float32) for item in inputs])
+            temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporaries[0] > PIECED_BYTES > 2 * temporaries[1]

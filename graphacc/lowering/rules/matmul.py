@@ -48,15 +48,45 @@ def _packed(platform, node, a, b):
     return lax.optimization_barrier(a)
 
 
+PIECE = 8192
+"""Length of the pieces that a product is summed from."""
+PIECED_BYTES = 64_000_000
+"""What both factors of a product that is summed from pieces take together, at least."""
+
+
+def is_padded(a, b) -> bool:
+    """Whether XLA:GPU copies large factors of this product: it divides a long k between multiprocessors, and pads where k is not a multiple of the parts."""
+    length = a.shape[-1]
+    return a.ndim == 2 and length > 2 * PIECE and length % 8 > 0 and a.nbytes + b.nbytes > PIECED_BYTES
+
+
+def in_pieces(a, b, dtype):
+    """`_matmul` of [n, k] and [k, m] as a loop over pieces of k, for GPUs: the gradient of logits times the weight of an odd vocabulary. Sums in fp32.
+
+    The two padded copies are 360 MB of 1,640 in a step of GPT-2 12 x 768 under fsdp=8. A loop, because slices outside of one are made all at once;
+    what it slices it copies if that is a transposed view.
+    """
+    count, rest = divmod(a.shape[1], PIECE)
+
+    def add(i, total):
+        left, right = lax.dynamic_slice_in_dim(a, i * PIECE, PIECE, 1), lax.dynamic_slice_in_dim(b, i * PIECE, PIECE, 0)
+        return total + _matmul(left, right, wide(a.dtype))
+
+    last = _matmul(a[:, -rest:], b[-rest:], wide(a.dtype))
+    return cast(lax.fori_loop(0, count, add, last), dtype)
+
+
 def _product(a, b, nodes, out_dtype=None, *, packed=False):
     """`_matmul` of the values of two nodes; on the CPU by a custom call where that is faster (`cpu_products`), which sums in fp32 and rounds once."""
 
     def on(platform, a, b):
         if platform == "cpu" and cpu_products.takes_product(a, b):
-            swapped = [cpu_products.is_transposed_view(node) for node in nodes]
-            return [cast(cpu_products.product(a, b, a_transposed=swapped[0], b_transposed=swapped[1]), dtype)]
+            return [cast(cpu_products.product(a, b, a_transposed=transposed[0], b_transposed=transposed[1]), dtype)]
+        if platform == "cuda" and is_padded(a, b) and not any(transposed):
+            return [in_pieces(a, b, dtype)]
         return [_matmul(_packed(platform, nodes[0], a, b) if packed else a, b, out_dtype)]
 
+    transposed = [cpu_products.is_transposed_view(node) for node in nodes]
     dtype = np.dtype(a.dtype if out_dtype is None else out_dtype)
     result = jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[-1]), dtype)
     return compat.lowered_for_platform(on, [result], a, b)[0]
