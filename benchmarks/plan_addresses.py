@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minimalloc", help="MiniMalloc's program")
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--generate", nargs=2, metavar=("FAMILY", "SEEDS"), help="; ".join(f"{name}: {what}" for name, what in FAMILIES.items()))
+    parser.add_argument("--generate", nargs=2, metavar=("FAMILY", "SEEDS"), help="; ".join(f"{name}: {what}" for name, what in FAMILIES.items()).replace("%", "%%"))
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(f"{machine}, {options.threads} threads, {time.strftime('%Y-%m-%d')}")

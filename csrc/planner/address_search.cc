@@ -12,8 +12,8 @@ namespace {
 
 class Search {
  public:
-  Search(const gacc_address_problem& problem, int64_t max_nodes, const int32_t* stop)
-      : state_(problem), max_nodes_(max_nodes), stop_(stop) {}
+  Search(const gacc_address_problem& problem, int64_t max_nodes, bool reorders, const int32_t* stop)
+      : state_(problem), max_nodes_(max_nodes), reorders_(reorders), stop_(stop) {}
 
   int64_t run() {
     items_.resize(state_.num_items());
@@ -75,6 +75,7 @@ class Search {
       for (size_t i = begin; i < end; ++i) {
         if (state_.first(items_[i]) >= from && state_.last(items_[i]) <= s) part.items.push_back(items_[i]);
       }
+      if (reorders_) reorder(part.items);
       if (!part.items.empty()) parts.push_back(std::move(part));
       from = s;
     }
@@ -89,9 +90,18 @@ class Search {
     return true;
   }
 
+  // Items of the fullest sections first, by what is unplaced in them; the others as they were.
+  void reorder(std::vector<int>& items) const {
+    std::vector<std::pair<int64_t, int>> keys;
+    for (int i : items) keys.push_back({-state_.largest_rest(i), i});
+    std::sort(keys.begin(), keys.end());
+    for (size_t k = 0; k < keys.size(); ++k) items[k] = keys[k].second;
+  }
+
   AddressState state_;
   std::vector<int> items_;  // a stack of the item lists of the calls in progress
   int64_t max_nodes_, nodes_ = 0;
+  bool reorders_;
   const int32_t* stop_;
   bool stopped_ = false;
 };
@@ -99,10 +109,10 @@ class Search {
 }  // namespace
 }  // namespace gacc
 
-int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, const int32_t* stop, int64_t* offsets,
-                            gacc_address_result* result) {
+int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, int32_t reorders, const int32_t* stop,
+                            int64_t* offsets, gacc_address_result* result) {
   if (problem->num_items <= 0) return gacc::fail("num_items is %ld, expected at least 1", static_cast<long>(problem->num_items));
-  gacc::Search search(*problem, max_nodes, stop);
+  gacc::Search search(*problem, max_nodes, reorders != 0, stop);
   result->outcome = search.run();
   result->nodes = search.nodes();
   if (result->outcome == GACC_FOUND) {

@@ -6,7 +6,11 @@
 namespace gacc {
 namespace {
 constexpr int64_t kInfinity = std::numeric_limits<int64_t>::max();
-}
+
+int64_t pair_of(int first, int second) { return static_cast<int64_t>(second) << 32 | static_cast<uint32_t>(first); }
+int first_of(int64_t pair) { return static_cast<int32_t>(pair); }
+int second_of(int64_t pair) { return static_cast<int32_t>(pair >> 32); }
+}  // namespace
 
 AddressState::AddressState(const gacc_address_problem& problem) {
   const int n = static_cast<int>(problem.num_items), sections = static_cast<int>(problem.num_sections);
@@ -36,6 +40,7 @@ AddressState::AddressState(const gacc_address_problem& problem) {
   }
   rest_ = load_;
   floor_.assign(sections, 0);
+  leading_.assign(sections, -1);
   deadline_.assign(n, -1);
   placed_.assign(n, 0);
   is_touched_.assign(sections, 0);
@@ -99,6 +104,10 @@ bool AddressState::skip(int item) {
   return infer() && possible;
 }
 
+int64_t AddressState::largest_rest(int item) const {
+  return *std::max_element(rest_.begin() + first(item), rest_.begin() + last(item));
+}
+
 int64_t AddressState::above_fixed(int item, int64_t offset) const {
   for (int j : obstacles_[item]) {
     if (placed_[j] || lowest_[j] + items_[j].size <= offset) continue;
@@ -114,7 +123,9 @@ bool AddressState::raise(int item, int64_t offset) {
   offset = above_fixed(item, offset);
   trail_.push_back({Kind::kLowest, item, lowest_[item]});
   lowest_[item] = offset;
-  for (int s = first(item); s < last(item); ++s) touch(s);
+  for (int s = first(item); s < last(item); ++s) {
+    if (item == first_of(leading_[s]) || item == second_of(leading_[s])) touch(s);
+  }
   return offset <= items_[item].top;
 }
 
@@ -137,17 +148,24 @@ bool AddressState::infer() {
 
 // The first (lowest) unplaced member starts at or below capacity - rest. If only one member can, all others lie above it.
 bool AddressState::infer_section(int section) {
-  int first = -1;
+  int first = -1, next = -1;
   int64_t lowest = kInfinity, second = kInfinity;
   for (int i : members_[section]) {
     if (placed_[i]) continue;
     if (lowest_[i] < lowest) {
       second = lowest;
+      next = first;
       lowest = lowest_[i];
       first = i;
-    } else {
-      second = std::min(second, lowest_[i]);
+    } else if (lowest_[i] < second) {
+      second = lowest_[i];
+      next = i;
     }
+  }
+  const int64_t leading = pair_of(first, next);
+  if (leading != leading_[section]) {
+    trail_.push_back({Kind::kLeading, section, leading_[section]});
+    leading_[section] = leading;
   }
   if (lowest != floor_[section]) {
     trail_.push_back({Kind::kFloor, section, floor_[section]});
@@ -170,6 +188,7 @@ void AddressState::undo(size_t mark) {
       case Kind::kLowest: lowest_[change.index] = change.before; break;
       case Kind::kDeadline: deadline_[change.index] = change.before; break;
       case Kind::kFloor: floor_[change.index] = change.before; break;
+      case Kind::kLeading: leading_[change.index] = change.before; break;
       case Kind::kPlaced:
         placed_[change.index] = 0;
         for (int s = first(change.index); s < last(change.index); ++s) {
@@ -184,6 +203,7 @@ void AddressState::save(Snapshot& snapshot) const {
   snapshot.lowest = lowest_;
   snapshot.deadline = deadline_;
   snapshot.floor = floor_;
+  snapshot.leading = leading_;
   snapshot.rest = rest_;
   snapshot.placed = placed_;
 }
@@ -192,6 +212,7 @@ void AddressState::restore(const Snapshot& snapshot) {
   lowest_ = snapshot.lowest;
   deadline_ = snapshot.deadline;
   floor_ = snapshot.floor;
+  leading_ = snapshot.leading;
   rest_ = snapshot.rest;
   placed_ = snapshot.placed;
   trail_.clear();  // crossing_ is not restored: a beam does not decompose

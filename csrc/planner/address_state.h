@@ -19,6 +19,8 @@ class AddressState {
   int64_t offset(int item) const { return lowest_[item]; }
   int first(int item) const { return items_[item].first; }
   int last(int item) const { return items_[item].last; }
+  // Size of the unplaced items of the fullest section that the item lives in.
+  int64_t largest_rest(int item) const;
   bool is_cut(int section) const { return crossing_[section] == 0; }  // no unplaced item lives in section - 1 and in section
 
   // Infers from the untouched problem; false: it has no solution.
@@ -35,7 +37,7 @@ class AddressState {
 
   // What a beam keeps of a state.
   struct Snapshot {
-    std::vector<int64_t> lowest, deadline, floor, rest;
+    std::vector<int64_t> lowest, deadline, floor, leading, rest;
     std::vector<char> placed;
   };
   void save(Snapshot& snapshot) const;
@@ -50,7 +52,7 @@ class AddressState {
     int64_t size, top;
     bool is_fixed;
   };
-  enum class Kind : char { kLowest, kDeadline, kFloor, kPlaced };
+  enum class Kind : char { kLowest, kDeadline, kFloor, kLeading, kPlaced };
   struct Change {
     Kind kind;
     int index;
@@ -72,6 +74,7 @@ class AddressState {
   std::vector<int64_t> lowest_;    // no solution has the item lower; its offset once it is placed
   std::vector<int64_t> deadline_;  // -1, or: a neighbour must be placed below this offset to hold the skipped item up
   std::vector<int64_t> floor_;     // smallest lowest_ of the unplaced members
+  std::vector<int64_t> leading_;   // the unplaced members with the smallest lowest_ and the second smallest, or -1; a section is read again only when these change
   std::vector<int64_t> rest_;      // total size of the unplaced members
   std::vector<int> crossing_;
   std::vector<char> placed_;

@@ -31,8 +31,9 @@ GACC_API int32_t gacc_address_skyline(const gacc_address_problem* problem, int64
 GACC_API int32_t gacc_address_settle(const gacc_address_problem* problem, int64_t* offsets);
 
 // Depth-first search for offsets that respect top and capacity. GACC_IMPOSSIBLE is a proof that there are none.
-// Stops after max_nodes, or soon after *stop becomes other than 0.
-GACC_API int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, const int32_t* stop,
+// Stops after max_nodes, or soon after *stop becomes other than 0. Where it splits, `reorders` puts the items of the sections
+// with the most left to place first, before the order of the indices.
+GACC_API int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, int32_t reorders, const int32_t* stop,
                                      int64_t* offsets, gacc_address_result* result);
 
 // The same by a beam of the `width` states with the least waste per level. A section's waste counts in inverse proportion

@@ -106,7 +106,7 @@ class State:
         unplaced = [i for i in items if not self.placed[i]]
         if not unplaced:
             return None
-        best = min(unplaced, key=lambda i: (self.lowest[i], i))
+        best = min(unplaced, key=lambda i: self.lowest[i])
         if "deadline" in self.rules and any(0 <= self.deadline[i] <= self.lowest[best] for i in unplaced):
             raise ValueError
         return best
@@ -129,6 +129,9 @@ class State:
         if "support" not in self.rules:
             return self._raise(item, self.lowest[item] + 1) and self._infer()
         return bool(support) and self._raise(item, min(support)) and self._infer()
+
+    def largest_rest(self, item: int) -> int:
+        return max(sum(self.size[i] for i in self.rest(s)) for s in range(self.first[item], self.last[item]))
 
     def rest(self, section: int) -> list[int]:
         return [i for i in self.members[section] if not self.placed[i]]
@@ -170,8 +173,8 @@ class State:
 class Search:
     """`gacc_address_search`: depth first. TimeoutError beyond the number of nodes."""
 
-    def __init__(self, max_nodes: int = INFINITY):
-        self.nodes, self.max_nodes = 0, max_nodes
+    def __init__(self, max_nodes: int = INFINITY, reorders: bool = False):
+        self.nodes, self.max_nodes, self.reorders = 0, max_nodes, reorders
 
     def run(self, state: State) -> list[int] | None:
         """Offsets by rank, or None."""
@@ -207,7 +210,7 @@ class Search:
         cuts = [s for s in state.sections if "parts" in state.rules and not self._crosses(state, s)]
         in_time = sorted(items, key=lambda i: state.first[i])
         groups = itertools.groupby(in_time, key=lambda i: sum(cut <= state.first[i] for cut in cuts))
-        parts = [sorted(group) for _, group in groups]
+        parts = [sorted(group, key=lambda i: (-state.largest_rest(i) if self.reorders else 0, i)) for _, group in groups]
         solution = state.lowest
         for part in sorted(parts, key=len):
             solved = self._solve(state.copy(), part)

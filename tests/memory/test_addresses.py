@@ -184,7 +184,7 @@ def test_beams_and_searches_get_the_same_time(monkeypatch):
         return native.Outcome.FOUND if clock[0] > 10 else native.Outcome.STOPPED, None, 0
 
     monkeypatch.setattr(portfolio, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(portfolio.native, "search", lambda *_: attempt("search", 0.01))
+    monkeypatch.setattr(portfolio.native, "search", lambda *_, **__: attempt("search", 0.01))
     monkeypatch.setattr(portfolio.native, "beam", lambda *_: attempt("beam", 0.03))
     portfolio.decide(pack(cut_problem(random.Random(0), num_buffers=9)), 1024, deadline=time.monotonic() + 60, threads=1)
     assert made.count("search") / made.count("beam") == pytest.approx(3, rel=0.05)

@@ -40,12 +40,13 @@ def _in_order(order, ranked):
     return offsets.tolist()
 
 
-def test_the_search_is_that_of_the_reference():
+@pytest.mark.parametrize("reorders", [False, True])
+def test_the_search_is_that_of_the_reference(reorders):
     outcomes = set()
     for packing, order, limits in _cases():
-        reference = Search()
+        reference = Search(reorders=reorders)
         expected = reference.run(State(packing, order, limits))
-        outcome, offsets, nodes = native.search(packing, order, limits, MANY, StopFlag())
+        outcome, offsets, nodes = native.search(packing, order, limits, MANY, StopFlag(), reorders=reorders)
         assert nodes == reference.nodes
         assert outcome is (Outcome.IMPOSSIBLE if expected is None else Outcome.FOUND)
         assert expected is None or offsets.tolist() == _in_order(order, expected)

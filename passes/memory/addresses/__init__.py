@@ -12,7 +12,8 @@ that live with it are raised to m_b + s_b), or above it (`skip`). Inference (csr
 - first: if only one unplaced buffer of a section has m_i <= C - R, it is the lowest, and the others lie above it.
 - support: a skipped b must be held up by an unplaced neighbour j with m_j < m_b + s_b; so m_b rises to the least m_j + s_j.
 - deadline: one of those neighbours must be placed below m_b + s_b, or b could have been pushed down.
-- parts: where no unplaced buffer crosses a time, the two sides are solved one after the other.
+- parts: where no unplaced buffer crosses a time, the two sides are solved one after the other; half of the attempts renew the tie order in each: buffers of
+  the sections with the most left to place first.
 
 The road of one solve: `packing` (alignment, units, sections, bound) -> `native.skyline` under several `orders` ->
 `portfolio` (depth-first searches and beams for a target height), or `repair` where the problem is too large for that.

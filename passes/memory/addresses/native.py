@@ -112,11 +112,14 @@ def _place(function: str, packing: Packing, order: np.ndarray) -> np.ndarray:
 
 
 def search(
-    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag
+    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag, *, reorders: bool = False
 ) -> tuple[Outcome, np.ndarray | None, int]:
-    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes."""
+    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes.
+
+    `reorders`: where the problem falls apart, items of the sections with the most left to place come first in each part.
+    """
     call = _Call(packing, order, *limits)
-    args = (ctypes.c_int64(max_nodes), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
+    args = (ctypes.c_int64(max_nodes), ctypes.c_int32(reorders), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
     library.call("gacc_address_search", call.problem, *args)
     return call.outcome()
 

@@ -1,8 +1,8 @@
 """Decides whether items fit a capacity, by searches and beams under many tie orders, on several threads.
 
 No tie order is good for all problems, and how long a search takes with one is heavy-tailed. So many short attempts are
-made: depth-first searches under perturbed orders, their node limits by Luby's sequence ("Optimal speedup of Las Vegas
-algorithms", 1993), and beams that grow wider. Both kinds get the same share of the time: each finds what the other does not.
+made: depth-first searches under perturbed orders, half of them with the order renewed in every part, their node limits by Luby's sequence ("Optimal
+speedup of Las Vegas algorithms", 1993), and beams that grow wider. Both kinds get the same share of the time: each finds what the other does not.
 What they have not decided after a moment goes to CP-SAT as well (`cp_sat`), for half of the time, which is one of two threads.
 """
 
@@ -77,10 +77,11 @@ class _Race:
         self.program.stop()
 
     def _searches(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+        for order, reorders in itertools.product(orders, (True, False)):
+            yield self._search(order, LUBY_NODES, reorders)
         for i in itertools.count():
-            spread = 0.0 if i < len(orders) else rng.choice(SPREADS)
-            order = perturbed(orders[i % len(orders)], spread, rng)
-            yield self._search(order, LUBY_NODES * (1 if i < len(orders) else luby(i - len(orders) + 1)))
+            order = perturbed(orders[i % len(orders)], rng.choice(SPREADS), rng)
+            yield self._search(order, LUBY_NODES * luby(i + 1), reorders=bool(i // len(orders) % 2))
 
     def _beams(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
         width = BEAM_WIDTH
@@ -99,8 +100,8 @@ class _Race:
     def _program(self, order: np.ndarray, max_conflicts: int) -> Callable:
         return lambda: self.program.run(order, max_conflicts, self.deadline)
 
-    def _search(self, order: np.ndarray, max_nodes: int) -> Callable:
-        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop)[:2]
+    def _search(self, order: np.ndarray, max_nodes: int, reorders: bool) -> Callable:
+        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop, reorders=reorders)[:2]
 
     def _beam(self, order: np.ndarray, width: int, bias: float) -> Callable:
         def attempt():
