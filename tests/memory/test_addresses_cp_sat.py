@@ -56,7 +56,7 @@ def test_an_attempt_gives_up_after_its_failures_and_at_its_deadline():
 def test_the_portfolio_takes_what_cp_sat_finds(monkeypatch):
     """With searches and beams that find nothing."""
 
-    def nothing(packing, order, limits, *limit_and_stop):
+    def nothing(packing, order, limits, *limit_and_stop, **options):
         time.sleep(0.001)
         return Outcome.STOPPED, None, 0
 
