@@ -469,6 +469,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
     if func in _METADATA or func in _LIKE:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     exposes = func in _EXPOSING
+    touched = []
     for leaf in trees.leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
@@ -478,7 +479,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         if handle.missing and func in _FILLING and leaf is (args[0] if args else kwargs.get("tensor")):
             handle.allocate()
         handle.refresh()
-        handle.viewed = True
+        touched.append(handle)
         writes = exposes or writes_by_name(func)
         if writes:
             if not making:
@@ -488,6 +489,8 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         elif torch.is_grad_enabled():
             handle.engine.deferred.note_read()
         handle.exposed = handle.exposed or writes or handle.kind is Kind.BUFFER  # `set_` and batch_norm write without counting versions
+    for handle in touched:  # last: a program that ran above has found that nothing shares the memory yet
+        handle.viewed = True
 
 
 def writes_by_name(func) -> bool:

@@ -409,10 +409,10 @@ class Tape:
     def as_template(self) -> "Template":
         """What later recordings compare themselves with."""
         keys = [self.external_key(index) for index in range(len(self.externals))]
-        return Template(self.calls, self.values, keys, self.backward_at, frozenset(self.differentiable), self.forward_key)
+        return Template(self.calls, self.values, keys, self.backward_at, tuple(self.grad_values), frozenset(self.differentiable), self.forward_key)
 
     def _follows(self, template: "Template") -> bool:
-        if self.backward_at is not None and self.backward_at != template.backward_at:
+        if self.backward_at is not None and (self.backward_at, tuple(self.grad_values)) != (template.backward_at, template.gradients):
             return False
         return not self.calls or self.calls[-1] is template.calls[len(self.calls) - 1]
 
@@ -716,6 +716,7 @@ class Template:
     values: list[Tensor]  # fake tensors
     keys: list[tuple]  # shape and dtype of every external
     backward_at: int | None
+    gradients: tuple[str, ...]  # parameters that its backward gave gradients, which are the values after those of the forward calls
     differentiable: frozenset[int]
     forward_key: tuple  # of its forward calls, see `Tape.key`
 
@@ -725,7 +726,7 @@ class Template:
     def is_like(self, other: "Template") -> bool:
         """Whether it is of the same calls."""
         same = len(self.calls) == len(other.calls) and all(map(operator.is_, self.calls, other.calls))
-        return same and (self.backward_at, self.keys) == (other.backward_at, other.keys)
+        return same and (self.backward_at, self.gradients, self.keys) == (other.backward_at, other.gradients, other.keys)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,6 +202,37 @@ def numpy_alias_is_written(m, o, x, y, i):
     return [loss.item(), float(array.sum())]
 
 
+def alias_taken_between_the_forward_and_two_backwards(m, o, x, y, i):
+    if i > 1:
+        m.__dict__["_alias"].mul_(0.98)
+    elif i == 1:
+        m.__dict__["_alias"] = m.second.weight.data
+    if i % 2 == 0:
+        o.zero_grad()
+    output = m(x)
+    if i:
+        output.retain_grad()
+    loss = F.cross_entropy(output, y)
+    loss.backward()
+    if i < 2:
+        F.cross_entropy(m(0.3 * x), y).backward()
+    if i % 2:
+        o.step()
+    return [loss.item(), m.__dict__.get("_alias", loss).sum().item()]
+
+
+def accumulates_over_a_frozen_layer(m, o, x, y, i):
+    m.first.requires_grad_(i % 2 == 1)
+    chosen = x[:, 0] > -1.0
+    loss = F.cross_entropy(m(x)[chosen], y[chosen]) / 2
+    loss.backward()
+    m.__dict__["_total"] = m.__dict__.get("_total", 0.0) + loss.detach()
+    if i % 2:
+        o.step()
+        o.zero_grad()
+    return [loss.item(), float(m.__dict__["_total"])]
+
+
 def alias_is_read(m, o, x, y, i):
     weight = m.__dict__.setdefault("_alias", m.first.weight.detach())
     trained(o, F.cross_entropy(m(x), y))
@@ -692,7 +723,7 @@ LOOPS = [
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
-            manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
+            manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
             gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook, accumulator_hook, accumulator_hooks_found_otherwise, gradient_edge_hook,
             gradient_norm_logged, masked_rows, decided_by_the_loss, losses_in_a_buffer, sharpness_aware, attribute_changes, dropout_probability_changes,
             late_forward_hook, late_parameter_hook, hook_that_keeps, layer_replaced, schedule_in_the_loss, with_closure,
@@ -743,7 +774,7 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
 
