@@ -50,6 +50,7 @@ def build_pipeline(
     experts: Collection[str] | None = None,
     frozen: Collection[str] = (),
     streams: bool = False,
+    whole_sequences: bool = False,
 ) -> list[Pass]:
     """The passes that turn a captured graph into the program of one device of `strategy`.
 
@@ -62,6 +63,7 @@ def build_pipeline(
         experts: the parameters that `ep` splits; None finds them in `step`, which then needs a forward part.
         frozen: parameters that nothing trains.
         streams: gradients leave for the host as they are made.
+        whole_sequences: where `cp` divides no sequence of the batch, all its ranks compute the whole ones, instead of an error.
 
     Raises:
         StrategyError: `batch_dims` does not fit the signature, or a number of heads does not divide.
@@ -81,7 +83,7 @@ def build_pipeline(
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
         passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]
     if strategy.cp > 1:
-        passes.append(context_parallel_pass(step, strategy, batch_dims))
+        passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences))
     if strategy.ep > 1:
         passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along[EP]))
     if strategy.fsdp > 1:
@@ -138,17 +140,26 @@ def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Shard], batch_
     return axis_pass(TP, strategy.tp, decide, key=key)
 
 
-def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None]) -> Pass:
+def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False) -> Pass:
     """The partition along `cp`: the sequence is split through the whole model.
 
     Attention exchanges the sequence's split for one of the heads and back, by all-to-all (Jacobs et al., "DeepSpeed Ulysses",
     2023). With sequence parallelism along `tp`, every block of `tp` is split over `cp`.
 
+    Args:
+        whole_sequences: a batch none of whose sequences divide is computed by every rank, with a note, instead of refused.
+
     Raises:
         StrategyError: no batch input has a sequence that divides.
     """
     outer = strategy.tp if strategy.sequence_parallel else 1
-    splits = sequence_inputs(step, strategy.cp, outer, batch_dims)
+    whole = ()
+    try:
+        splits = sequence_inputs(step, strategy.cp, outer, batch_dims)
+    except StrategyError as error:
+        if not whole_sequences:
+            raise
+        splits, whole = {}, (f"every device of cp computes whole sequences: {error}",)
 
     def decide(step: StepGraph) -> AxisPlan:
         outputs = {(item.kind, item.target): REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
@@ -164,9 +175,9 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
             if node.meta["phase"] is Phase.FORWARD
         )
         plan = assign(step, CP, strategy.cp, names, outputs, lambda shape: None, pins=pins, reduce_narrow=strategy.reduces_narrow)
-        return dataclasses.replace(plan, notes=notes)
+        return dataclasses.replace(plan, notes=(*whole, *notes))
 
-    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow
+    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole)
     return axis_pass(CP, strategy.cp, decide, key=key)
 
 

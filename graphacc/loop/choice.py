@@ -10,6 +10,7 @@ from graphacc.runtime import progress
 from graphacc.runtime.distributed import share
 from graphacc.costs.hardware import Hardware
 from graphacc.search import Plan, Request, Search
+from graphacc.strategy.axes import CP
 
 if TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -91,6 +92,7 @@ class Choice:
         self._is_open = False
         self.plan = self.plan or Plan.from_json(found)
         log.warning("graphacc: %s", self.plan.line)
+        programs.cp_is_asked = CP in self.request.pins
         if self.plan.strategy != programs.strategy:
             engine.bring_home()
             programs.adopt(self.plan.strategy)

@@ -154,6 +154,7 @@ class Programs:
         self.plan_seconds = plan_seconds
         self.annotations = annotations
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
+        self.cp_is_asked = True  # by the user, who is told about batches that it does not divide; otherwise a search chose it, and they run
         self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
         self.build_seconds = 0.0  # that capturing and compiling took
         self.num_let_go = 0  # programs that were dropped for newer ones
@@ -398,22 +399,34 @@ class Programs:
             graph = capture()
         flops = None if isinstance(graph, HloStep) else flops_by_dtype(graph)
         with progress.activity("passes") as passed:
-            graph, reports = self._spread(graph, self._dims(kind, graph), streams=kind == GRAD_TO_HOST)
+            graph, reports = self._spread(graph, self._dims(kind, graph), streams=kind == GRAD_TO_HOST, whole_sequences=self.whole_sequences(kind))
         compiled = self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
         return dataclasses.replace(compiled, flops=flops)
 
-    def _spread(self, graph: Step, dims: Mapping[str, int | None], *, streams: bool) -> tuple[Step, tuple[PassReport, ...]]:
+    def whole_sequences(self, kind: str) -> bool:
+        """Whether a program of this kind runs for sequences that `cp` does not divide: an evaluation does, and all under a strategy that was searched."""
+        return kind == "forward" or not self.cp_is_asked
+
+    def _spread(self, graph: Step, dims: Mapping[str, int | None], *, streams: bool, whole_sequences: bool) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
             return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations), ()
-        return self._passed(graph, dims, streams=streams)
+        return self._passed(graph, dims, streams=streams, whole_sequences=whole_sequences)
 
     def _passed(
-        self, graph: StepGraph, dims: Mapping[str, int | None], *, streams: bool = False, **places: Mapping[str, int]
+        self, graph: StepGraph, dims: Mapping[str, int | None], *, streams: bool = False, whole_sequences: bool = False, **places: Mapping[str, int]
     ) -> tuple[StepGraph, tuple[PassReport, ...]]:
         """The graph after all passes, and their reports; what the user should know is logged, once."""
         passes = build_pipeline(
-            graph, self.strategy, batch_dims=dims, splits=self.splits_of(graph), experts=self.experts_of(graph), frozen=self.frozen(), streams=streams, **places
+            graph,
+            self.strategy,
+            batch_dims=dims,
+            splits=self.splits_of(graph),
+            experts=self.experts_of(graph),
+            frozen=self.frozen(),
+            streams=streams,
+            whole_sequences=whole_sequences,
+            **places,
         )
         graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
         partitions = [report.details for report in reports if isinstance(report.details, PartitionReport)]

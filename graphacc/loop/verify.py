@@ -568,8 +568,10 @@ def _fault(
 
     if is_right():
         return "no pass: built and run again from the same values, the program gives PyTorch's results (an upload, or memory that is used twice)"
+    programs = engine.programs
+    dims = programs._dims("forward", capture())
     passes = build_pipeline(
-        capture(), engine.programs.strategy, batch_dims=engine.programs._dims("forward", capture()), splits=engine.programs.splits.splits, experts=engine.programs.experts
+        capture(), programs.strategy, batch_dims=dims, splits=programs.splits.splits, experts=programs.experts, whole_sequences=programs.whole_sequences(run.kind)
     )
     for name in dict.fromkeys(item.name for item in passes if item.optional):
         if is_right(without=frozenset([name])):

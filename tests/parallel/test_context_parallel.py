@@ -108,6 +108,39 @@ def test_a_sequence_that_does_not_divide():
         train(model, batches_of("gpt2", 1))
 
 
+def cut(batches: list[dict], length: int) -> list[dict]:
+    return [{name: value[:, :length] for name, value in batch.items()} for batch in batches]
+
+
+def test_an_evaluation_whose_sequence_does_not_divide(caplog):
+    """Nobody can choose the length of every text that is evaluated; what trains is split as asked, or refused."""
+    model, _ = zoo.MODELS["gpt2"]()
+    odd = cut(batches_of("gpt2", 1), 5)[0]
+    model = compiled(model, "cp=2")
+    train(model, batches_of("gpt2", 1))
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.allclose(model(**odd).loss, reference(**odd).loss, atol=1e-6)
+    assert [program.kind for program in model.programs] == ["step", "forward"]
+    said = [record.getMessage() for record in caplog.records if "every device of cp computes whole sequences: cp=2 splits" in record.getMessage()]
+    assert len(said) == 1
+    with pytest.raises(StrategyError, match="no batch input has a sequence that 2 divides"):
+        train(model, [odd])
+
+
+def test_a_searched_strategy_refuses_no_length():
+    """cp=2 is all that the pins leave to the search, which sees an even length only."""
+    model, _ = zoo.MODELS["gpt2"]()
+    first, *others = batches_of("gpt2", 3)
+    batches = [first, *cut(others, 5)]
+    reference = copy.deepcopy(model)
+    expected = train(reference, batches)
+    model = compiled(model, "auto,dp=1,fsdp=1,tp=1,ep=1", devices=2)
+    assert_parity(reference, model, expected, train(model, batches))
+    assert model.strategy.cp == 2
+    assert len(model.programs) == 2
+
+
 def test_ring_and_sequence_parallelism_exclude_each_other():
     with pytest.raises(StrategyError, match="context='ring' needs contiguous blocks"):
         graphacc.Strategy(tp=2, cp=2, sequence_parallel=True, context="ring")
