@@ -1,8 +1,9 @@
 """Which way a model is captured, and the change from torch.fx to lazy tensors where torch.fx refuses."""
 
+import contextlib
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from graphacc.capture import FX, Backend
 from graphacc.capture.lazy import LAZY, ValueNeeded, installed
@@ -57,6 +58,16 @@ class Fallback:
                 error.add_note(why)
                 raise
             return self._instead(capture, error)
+
+    @contextlib.contextmanager
+    def fx_only(self) -> Iterator[None]:
+        """Capture by torch.fx, and change to nothing else: for what lazy tensors do not record."""
+        before = self.backend, self._may_change
+        self.backend, self._may_change = FX, False
+        try:
+            yield
+        finally:
+            self.backend, self._may_change = before
 
     def _hindrance(self) -> str:
         """Why lazy tensors cannot be tried; "" if they can."""

@@ -133,7 +133,8 @@ class Region:
         self._check_unchanged()
         engine.settle_buffers(ahead=tape)
         self._buffers = self._buffers_before()
-        engine.execution.run_forward(tape, self.outputs, keep_buffers=True)
+        with engine.fallback.fx_only():
+            engine.execution.run_forward(tape, self.outputs, keep_buffers=True)
         tape.has_run = True
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
             tensors = [*(tape.sources[index] for index in self.inputs), *(handle.tensor for handle in self.handles)]
@@ -202,7 +203,11 @@ class Region:
 
     def _run_backward(self, given: dict[int, Tensor]) -> dict:
         engine, tape, programs = self.engine, self.tape, self.engine.programs
-        capture = lambda: engine.execution.capture(build.vjp_graph, tape, tuple(given), self.inputs, programs.strategy.precision)  # noqa: E731
+
+        def capture() -> build.Step:
+            with engine.fallback.fx_only():  # as forward was, whatever another program needed since
+                return engine.execution.capture(build.vjp_graph, tape, tuple(given), self.inputs, programs.strategy.precision)
+
         aspects = {**engine.execution.forward_aspects(tape), "results": tuple(given), "inputs": tuple(self.inputs)}
         compiled = programs.get("backward", aspects, capture)
         engine.buffers_read.setdefault(self._key, _buffers_read(compiled))

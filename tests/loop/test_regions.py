@@ -12,6 +12,7 @@ from training import compiled
 
 import graphacc
 from graphacc.capture.randomness import keyed_randomness
+from graphacc.lowering import registry
 
 STEPS = 4
 bce = F.binary_cross_entropy_with_logits
@@ -287,3 +288,26 @@ def test_recordings_that_alternate_are_recognised():
     engine._infer_model = lambda *args: inferred.append(args[0]) or infer(*args)
     list(gan(*models))
     assert len(inferred) == 3  # on real and on generated rows, once each, and with a gradient to the rows
+
+
+@pytest.mark.lazy
+def test_an_operator_without_a_rule_is_left_to_pytorch(monkeypatch):
+    """Lazy tensors, which follow operators without a rule, do not record the backward of a part."""
+    pytest.importorskip("torch_xla")
+    monkeypatch.delitem(registry._rules, "aten.leaky_relu.default")
+    monkeypatch.delitem(registry._rules, "aten.leaky_relu_backward.default")
+
+    def train(model):
+        (head,) = plain(lambda: nn.Linear(1, 1))
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        for step in range(STEPS):
+            loss = head(model(noise(step, 8, 6))).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    (reference,), (model,) = plain(discriminator), plain(discriminator)
+    model = compiled(model, None)
+    assert list(train(model)) == pytest.approx(list(train(reference)), abs=1e-5)
+    assert any("leaky_relu" in text for text in model._graphacc_engine.by_pytorch.counts)
