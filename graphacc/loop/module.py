@@ -14,6 +14,7 @@ from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
 from graphacc.loop.managed import ordinary
+from graphacc.loop.mixed import mix_in, own_class
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.passes.remat import RematReport
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
@@ -44,7 +45,7 @@ class CompiledModule(nn.Module):
 
     def __new__(cls, *args, **kwargs):
         """An ordinary module of the model's own class: what `type(model)(...)`, its class methods and slices of a Sequential make."""
-        return _original_class(cls)(*args, **kwargs)
+        return own_class(cls, CompiledModule)(*args, **kwargs)
 
     def __call__(self, *args, **kwargs):
         return untraced(_call)(self._graphacc_engine, super().__call__, args, kwargs)
@@ -145,7 +146,7 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo):
         """An ordinary, uncompiled copy with the current values."""
-        original = _original_class(type(self))
+        original = own_class(type(self), CompiledModule)
         copied = original.__new__(original)
         memo[id(self)] = copied
         attributes = {name: value for name, value in self.__dict__.items() if name != "_graphacc_engine"}
@@ -153,16 +154,13 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol):
+        """An ordinary, uncompiled module, of the same memory: a state_dict that is saved beside it takes no space of its own."""
         own = {id(handle.tensor): ordinary(handle.tensor) for handle in self._graphacc_engine.handles.values()}
-        return _itself, (copy.deepcopy(self, own),)  # of the same memory: a state_dict that is saved beside it takes no space of its own
+        return copy.deepcopy(self, own).__reduce_ex__(protocol)
 
 
 def _call(engine: Engine, original: Callable, args: tuple, kwargs: dict):
     return engine.call(original, args, kwargs)
-
-
-def _itself(model: nn.Module) -> nn.Module:
-    return model
 
 
 def _by_pytorch(generate: Callable) -> Callable:
@@ -175,16 +173,13 @@ def _by_pytorch(generate: Callable) -> Callable:
 
 def attach(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a compiled module in place."""
-    original = type(model)
-    names: dict = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    if callable(generate := getattr(original, "generate", None)):
-        names["generate"] = _by_pytorch(generate)
-    model.__class__ = type(original.__name__, (CompiledModule, original), names)
+    mix_in(model, CompiledModule, _generating)
     object.__setattr__(model, "_graphacc_engine", engine)
 
 
-def _original_class(cls: type) -> type:
-    return cls.__mro__[cls.__mro__.index(CompiledModule) + 1]
+def _generating(original: type) -> dict[str, Callable]:
+    generate = getattr(original, "generate", None)
+    return {"generate": _by_pytorch(generate)} if callable(generate) else {}
 
 
 def _row(compiled: Compiled) -> tuple[str, ...]:

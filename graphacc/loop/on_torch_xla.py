@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from graphacc.capture.borrow import distinct_buffers, distinct_parameters
 from graphacc.capture.lazy import xla
 from graphacc.errors import StrategyError
+from graphacc.loop.mixed import mix_in, own_class
 from graphacc.runtime.distributed import process_count
 from graphacc.strategy import Strategy
 
@@ -46,11 +47,13 @@ class OnTorchXla(nn.Module):
 
     def __deepcopy__(self, memo):
         """An ordinary copy on the host with the current values."""
-        original = type(self).__mro__[type(self).__mro__.index(OnTorchXla) + 1]
+        original = own_class(type(self), OnTorchXla)
         copied = original.__new__(original)
         memo[id(self)] = copied
         memo |= {id(item.tensor): _on(torch.device("cpu"), item.tensor) for item in (*distinct_parameters(self), *distinct_buffers(self))}
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for key in [key for key, hook in copied._state_dict_hooks.items() if hook is _to_host]:
+            del copied._state_dict_hooks[key]
         return copied
 
     def __reduce_ex__(self, protocol):
@@ -78,8 +81,7 @@ def run_on_torch_xla(model: nn.Module, strategy: Strategy, *, seed: int) -> nn.M
     xla.set_seed(seed)
     for item in (*distinct_parameters(model), *distinct_buffers(model)):
         torch.utils.swap_tensors(item.tensor, _on(device, item.tensor))
-    original = type(model)
-    model.__class__ = type(original.__name__, (OnTorchXla, original), {"__module__": original.__module__, "__qualname__": original.__qualname__})
+    mix_in(model, OnTorchXla)
     model._register_state_dict_hook(_to_host)
     _install_hook()
     return model

@@ -80,3 +80,12 @@ def test_what_needs_an_engine_says_so(tmp_path):
         graphacc.save_checkpoint(tmp_path / "saved", model)
     with pytest.raises(graphacc.GraphAccError, match="compiled already"):
         graphacc.compile(model)
+
+
+def test_a_saved_model_is_the_users_own(tmp_path):
+    model = graphacc.compile(ReadsBatch(), capture="torch_xla")
+    torch.save(model, tmp_path / "model.pt")
+    assert b"graphacc" not in (tmp_path / "model.pt").read_bytes()
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(loaded) is ReadsBatch and model.__class__ is ReadsBatch
+    assert torch.equal(loaded.linear.weight, model.state_dict()["linear.weight"])

@@ -1305,10 +1305,15 @@ def test_a_compiled_model_can_be_pickled_and_saved():
     for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert type(copied) is Net
         assert torch.equal(copied.first.weight, model.state_dict()["first.weight"])
+    assert model.__class__ is Net and isinstance(model, Net)
     file = io.BytesIO()
     torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False).first.weight, model.state_dict()["first.weight"])
+    assert b"graphacc" not in file.getvalue(), "a file can be loaded where GraphAcc is not installed"
+    for options in (dict(weights_only=False), dict(weights_only=True)):
+        file.seek(0)
+        with torch.serialization.safe_globals([Net, nn.Linear, nn.Dropout]):
+            loaded = torch.load(file, **options)
+        assert torch.equal(loaded.first.weight, model.state_dict()["first.weight"])
 
 
 def test_a_model_and_its_state_dict_that_are_saved_together_share_memory():
