@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphacc.capture.borrow import borrowed, substitute
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.source import calling_line
 from graphacc.errors import LoopError
@@ -161,19 +162,20 @@ class ByPyTorch:
             elif not tape.closed:
                 self.engine.gradients.force(tape)
 
-    def replay(self, tape: Tape, given: Mapping[int, Tensor] = MappingProxyType({}), buffers: Mapping[str, Tensor] = MappingProxyType({})) -> dict[int, Tensor]:
+    def replay(self, tape: Tape, given: Mapping[int, Tensor] = MappingProxyType({}), stand_ins: Mapping[str, Tensor] = MappingProxyType({})) -> dict[int, Tensor]:
         """Every value of the forward part, and of what was computed from it since, as PyTorch computes it, with gradients.
 
         Args:
             given: externals in the place of those on the tape.
-            buffers: values that buffers have meanwhile, by name.
+            stand_ins: tensors in the place of parameters and buffers, by name: of all buffers, or of none.
         """
         externals = {i: given.get(i, tape.whole_external(i)) for i in range(len(tape.externals))}
         self.check_parameters_unchanged(tape)
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
-        with self.buffers_kept(tape.has_run, buffers), self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            named = {name: handle.tensor for name, handle in self.engine.handles.items()}
+        kept = self._replaced(stand_ins) if stand_ins else self.buffers_kept(tape.has_run)
+        with kept, self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            named = {name: stand_ins.get(name, handle.tensor) for name, handle in self.engine.handles.items()}
             with keyed_randomness(tape.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)
             for call in tape.gradient_calls:
@@ -184,14 +186,19 @@ class ByPyTorch:
         return env
 
     @contextlib.contextmanager
-    def buffers_kept(self, kept: bool, meanwhile: Mapping[str, Tensor]) -> Iterator[None]:
-        """Restore the buffers afterwards, if a program has already changed them; inside some have other values."""
+    def _replaced(self, stand_ins: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model's code find other tensors in the place of some parameters and buffers."""
+        with borrowed(self.engine.model):
+            substitute(self.engine.model, {id(self.engine.handles[name].tensor): tensor for name, tensor in stand_ins.items()})
+            yield
+
+    @contextlib.contextmanager
+    def buffers_kept(self, kept: bool) -> Iterator[None]:
+        """Restore the buffers afterwards, if a program has already changed them."""
         buffers = [handle for handle in self.engine.handles.values() if kept and handle.kind is Kind.BUFFER]
         for handle in buffers:
             handle.refresh()
         before = {handle.name: handle.host_value().clone() for handle in buffers}
-        for name, value in meanwhile.items():
-            self.engine.handles[name].overwrite(value)
         yield
         for name, value in before.items():
             self.engine.handles[name].overwrite(value)

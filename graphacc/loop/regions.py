@@ -7,7 +7,6 @@ random numbers and buffers, and the gradients of the inputs and parameters, whic
 itself differentiated (``create_graph=True``) is run by PyTorch, which computes the forward part again, too.
 """
 
-import contextlib
 import copy
 import dataclasses
 import typing
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from graphacc.capture import FX
-from graphacc.capture.borrow import borrowed, substitute
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.errors import CaptureError, LoopError, LoweringError
 from graphacc.graph import Kind, StepGraph
@@ -91,7 +89,7 @@ def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int
     """Let PyTorch run recorded functions of a region's results; False if they draw random numbers, whose place in the program it does not know."""
     externals = {index: tape.whole_external(index) for call in calls for index in call.externals}
     drawn = keyed_randomness(tape.seed, tape.counter)
-    with engine.by_pytorch.buffers_kept(True, {}), engine.by_pytorch.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
+    with engine.by_pytorch.buffers_kept(True), engine.by_pytorch.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False), drawn:
         tape.replay(calls, env, externals, {name: handle.tensor for name, handle in engine.handles.items()})
     if drawn.count:
         return False
@@ -161,6 +159,13 @@ class Region:
         for handle in handles:
             handle.refresh()
         return {handle.name: handle.host_value().clone() for handle in handles}
+
+    def _buffers_of_backward(self) -> dict[str, Tensor]:
+        """Copies of all buffers as the calls found them, as far as their backward reads them: autograd's graph keeps some, and must not see them change."""
+        handles = [handle for handle in self.engine.handles.values() if handle.kind is Kind.BUFFER]
+        for handle in handles:
+            handle.refresh()
+        return {handle.name: self._buffers.get(handle.name, handle.host_value()).clone() for handle in handles}
 
     @property
     def _key(self) -> tuple:
@@ -242,10 +247,10 @@ class Region:
                 sources = [x.view_as(x) if twice else x.detach().requires_grad_() for x in inputs]
                 weights = [x.view_as(x) for x in parameters] if twice else parameters
                 given = {index: x.clone() for index, x in zip(self.inputs, sources)}  # which it may write
-            with borrowed(engine.model) if twice else contextlib.nullcontext():
-                if twice:
-                    substitute(engine.model, {id(parameter): weight for parameter, weight in zip(parameters, weights)})
-                env = engine.by_pytorch.replay(tape, given, self._buffers)
+                stand_ins = self._buffers_of_backward()
+            if twice:
+                stand_ins |= {handle.name: weight for handle, weight in zip(self.handles, weights)}
+            env = engine.by_pytorch.replay(tape, given, stand_ins)
             pairs = [(env[index], grad) for index, grad in zip(self.outputs, grads) if grad is not None and env[index].requires_grad]
             with torch._C.DisableTorchFunctionSubclass():
                 return list(_grad(pairs, [*sources, *weights], twice))

@@ -111,10 +111,10 @@ def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
     assert (old.shape, old.dtype) == (new.shape, new.dtype), f"{old} and {new} are different tensors"
     if mesh.is_multi_process:
         settle()
-    if stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
-        moved = jax.device_put(array, sharding(new, mesh))
-    else:
-        with x64():
+    with x64():
+        if stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
+            moved = jax.device_put(array, sharding(new, mesh))
+        else:
             moved = _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
     note_started([moved])
     return moved

@@ -51,6 +51,40 @@ def test_an_evaluation_before_training():
     assert compiled.plan is not None and compiled.plan.strategy.fsdp == 1
 
 
+def test_values_of_64_bits_move_to_the_choice():
+    """Parameters in float64 and a counter in int64 lie on the devices already when the strategy changes."""
+
+    class Counting(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64))
+            self.register_buffer("calls", torch.full((8,), 2**40))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return super().forward(x)
+
+    def train(model):
+        draw = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with torch.no_grad():
+            yield model(torch.randn(8, 256, generator=draw, dtype=torch.float64)).sum().item()
+        for _ in range(3):
+            loss = model(torch.randn(64, 256, generator=draw, dtype=torch.float64)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    torch.manual_seed(0)
+    reference = Counting().double()
+    model = graphacc.compile(copy.deepcopy(reference), strategy="auto", devices=8, cache_dir=None, fast_compile=True)
+    assert list(train(model)) == pytest.approx(list(train(reference)), rel=1e-12)
+    assert str(model.plan.strategy) != "fsdp=8", "nothing has moved"
+    assert torch.equal(model.calls, reference.calls)
+    for (name, value), expected in zip(model.state_dict().items(), reference.state_dict().values()):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_accumulated_gradients():
     """Two backwards before a step: the optimizer is not known when the choice is made, and that is said."""
     torch.manual_seed(0)
