@@ -13,7 +13,6 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
-from graphacc.loop.managed import ordinary
 from graphacc.loop.mixed import mix_in, own_class
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.passes.remat import RematReport
@@ -154,9 +153,11 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol):
-        """An ordinary, uncompiled module, of the same memory: a state_dict that is saved beside it takes no space of its own."""
-        own = {id(handle.tensor): ordinary(handle.tensor) for handle in self._graphacc_engine.handles.values()}
-        return copy.deepcopy(self, own).__reduce_ex__(protocol)
+        """What the model's own class gives: an ordinary, uncompiled module of the same memory, so that a state_dict that is saved beside it takes no space."""
+        original = own_class(type(self), CompiledModule)
+        plain = original.__new__(original)
+        plain.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_graphacc_engine")
+        return plain.__reduce_ex__(protocol)
 
 
 def _call(engine: Engine, original: Callable, args: tuple, kwargs: dict):

@@ -1,12 +1,13 @@
 """Random training loops: each is a list of actions drawn from a seed, run on a plain model and on a compiled one.
 
-    python tests/loop/random_loops.py COUNT FIRST_SEED
+    python tests/loop/random_loops.py COUNT FIRST_SEED [STRATEGY]
 
-runs many and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError; it fails if there is one.
+runs many, on one device where there is no strategy and on eight under "auto", and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError; it fails if there is one.
 """
 
 import copy
 import dataclasses
+import pickle
 import random
 import sys
 import warnings
@@ -180,9 +181,61 @@ def selected_rows(run, x, y):
     return F.cross_entropy(run.out[keep], y[keep])
 
 
+def with_input_penalty(run, x, y):
+    x.requires_grad_()
+    run.out = run.model(x)
+    (slope,) = torch.autograd.grad(run.out.sum(), x, create_graph=True)
+    return F.cross_entropy(run.out, y) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean()
+
+
+def with_input_penalty_of_another_call(run, x, y):
+    """DRAGAN's and WGAN-GP's: of points beside the batch, whose call comes last."""
+    run.out = run.model(x)
+    beside = (x * 0.5).requires_grad_()
+    scores = run.model(beside)
+    (slope,) = torch.autograd.grad(scores, beside, torch.ones_like(scores), create_graph=True, retain_graph=True)
+    return F.cross_entropy(run.out, y) + 0.1 * slope.pow(2).mean()
+
+
+def with_gradient_penalty(run, x, y):
+    run.out = run.model(x)
+    loss = F.cross_entropy(run.out, y)
+    gradients = torch.autograd.grad(loss, [p for p in run.model.parameters() if p.requires_grad], create_graph=True, allow_unused=True)
+    return loss + 0.01 * sum(g.pow(2).sum() for g in gradients if g is not None)
+
+
+def on_adversarial_rows(run, x, y):
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(run.model(x), y), x)
+    run.out = run.model((x + 0.1 * slope.tanh()).detach())
+    return F.cross_entropy(run.out, y)
+
+
+def by_functional_call(run, x, y):
+    run.out = torch.func.functional_call(run.model, {name: p * 0.9 for name, p in run.model.named_parameters()}, (x,))
+    return F.cross_entropy(run.out, y)
+
+
+def with_a_weight(run, x, y):
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + F.linear(x, run.model.first.weight).tanh().pow(2).mean()
+
+
+def in_parts(run, x, y):
+    run.out = torch.cat([run.model(part) for part in x.split(3)])
+    return F.cross_entropy(run.out, y)
+
+
+def checkpointed(run, x, y):
+    hidden = torch.utils.checkpoint.checkpoint(run.model.encode, x, use_reentrant=False)
+    run.out = run.model(x)
+    return F.cross_entropy(run.out, y) + hidden.pow(2).mean()
+
+
 LOSSES = [by_call] * 6 + [
     by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows,
-    checked_labels, by_masked_call, through_plain_module, into_plain_module, between_plain_modules, deciding,
+    checked_labels, by_masked_call, through_plain_module, into_plain_module, between_plain_modules, deciding, with_input_penalty,
+    with_input_penalty_of_another_call, with_gradient_penalty, on_adversarial_rows, by_functional_call, with_a_weight, in_parts, checkpointed,
 ]  # fmt: skip
 
 
@@ -379,6 +432,21 @@ def another_call(run):
     F.cross_entropy(run.model(batch(run)[0] * 0.3), batch(run)[1]).backward()
 
 
+def save(run):
+    loaded = pickle.loads(pickle.dumps(run.model))
+    with torch.no_grad():
+        run.seen.append(loaded.eval()(batch(run)[0]).sum().item())
+
+
+def group(run):
+    """Half of the learning rate for what is in the optimizer, and a new module in it."""
+    if run.memory.get("group") is None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            run.memory["group"] = nn.Parameter(torch.randn(4))
+        run.optimizer.add_param_group({"params": [run.memory["group"]], "lr": 0.01})
+
+
 BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average]
 AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate]
 AFTER_BACKWARD = [nothing] * 4 + [
@@ -387,7 +455,7 @@ AFTER_BACKWARD = [nothing] * 4 + [
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [
@@ -449,13 +517,13 @@ def compare(seed: int, strategy: str | None = None) -> str:
         "equal", "refused: ..." where GraphAcc raised its own error, "invalid" where plain PyTorch raises, or "WRONG: ...".
     """
     model, other = build(seed)
-    devices = {"devices": 1} if strategy is None else {}
+    devices = {"devices": 1} if strategy is None else {"devices": 8} if strategy == "auto" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         copies = [copy.deepcopy(m) for m in (model, other)]
         try:
             expected = train(model, other, seed)
-        except RuntimeError:
+        except (RuntimeError, AttributeError, pickle.PicklingError):
             return "invalid"
         ours = [
             graphacc.compile(m, strategy=strategy or graphacc.Strategy(), fast_compile=True, memory_plan="xla", cache_dir=None, **devices) for m in copies
@@ -479,10 +547,10 @@ def compare(seed: int, strategy: str | None = None) -> str:
     return "equal"
 
 
-def main(count: int, first: int) -> None:
+def main(count: int, first: int, strategy: str | None = None) -> None:
     kinds: dict[str, int] = {}
     for seed in range(first, first + count):
-        result = compare(seed)
+        result = compare(seed, strategy)
         kind = result.partition(":")[0]
         kinds[kind] = kinds.get(kind, 0) + 1
         if kind in ("WRONG", "refused"):
@@ -496,4 +564,4 @@ if __name__ == "__main__":
     import logging
 
     logging.getLogger("graphacc").setLevel(logging.ERROR)
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
