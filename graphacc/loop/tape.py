@@ -122,6 +122,7 @@ class Tape:
         self.sources: list[Tensor] = []  # what the loop gave
         self.external_paths: list[str] = []
         self.external_versions: list[int] = []  # version counters when they were recorded
+        self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss
@@ -233,6 +234,7 @@ class Tape:
         del self.values[num_values:]
         for held in (self.externals, self.sources, self.external_paths, self.external_versions):
             del held[num_externals:]
+        self.copies = {index: copied for index, copied in self.copies.items() if index < num_externals}
         self.differentiable -= {index for index in self.differentiable if index >= num_externals}
 
     def _forget_overwritten(self, call: Call) -> None:
@@ -276,7 +278,7 @@ class Tape:
         if wanted and (not self.takes_gradients or handle is not None):
             raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
         for index, known in enumerate(self.sources):
-            if known is leaf:
+            if known is leaf and (self.external_versions[index] == _version(leaf) or index not in self.copies):
                 return External(index)
         path = f"{len(self.calls)}.{path}" if self.calls else path
         path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
@@ -289,6 +291,8 @@ class Tape:
         self.external_versions.append(_version(leaf))
         if wanted:
             self.differentiable.add(len(self.externals) - 1)
+        else:
+            self.copies[len(self.externals) - 1] = leaf.detach().clone()
         return External(len(self.externals) - 1)
 
     def _path(self, function: Callable, spec: pytree.TreeSpec, place: int) -> str:
@@ -427,21 +431,23 @@ class Tape:
                 f"{self.external_paths[index]} is this process's part of the batch, and code on gradients that is run outside of the step "
                 'reads it: use batch="global", or leave the gradients unread until optimizer.step()'
             )
-        return self.externals[index]
+        return self.external(index)
 
     def external(self, index: int) -> Tensor:
-        """A tensor from outside as the loop gave it, which must still be what it was when it was recorded.
+        """A tensor from outside as it was when it was recorded.
 
         Raises:
-            LoopError: it was written in place since.
+            LoopError: it was written in place since, and there is no copy.
         """
         tensor = self.sources[index]
-        if _version(tensor) != self.external_versions[index]:
+        if _version(tensor) == self.external_versions[index]:
+            return tensor
+        if index not in self.copies:
             raise LoopError(
-                f"{self.external_paths[index]} was written in place between its use and optimizer.step(), where the compiled step reads it: "
-                "fill the next batch into it after the step, or pass a copy (.clone())"
+                f"{self.external_paths[index]}, which requires a gradient, was written in place between its use and optimizer.step(), where the compiled step "
+                "reads it: fill the next batch into it after the step, or pass a copy (.clone())"
             )
-        return tensor
+        return self.copies[index]
 
     def external_key(self, index: int) -> tuple:
         tensor = self.externals[index]

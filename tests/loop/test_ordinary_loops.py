@@ -249,6 +249,40 @@ def clamped_between_backward_and_step(m, o, x, y, i):
     return loss
 
 
+def batch_scaled_after_the_call(m, o, x, y, i):
+    """fast_neural_style scales its images in place when the model has seen them; the loss reads the scaled ones."""
+    result = m(x + 0.0)
+    loss = (m(x * 0.5) - x.mul_(0.1)[:, :3]).pow(2).mean() + F.cross_entropy(result, y)
+    o.zero_grad()
+    loss.backward()
+    x.zero_()
+    o.step()
+    return loss.item()
+
+
+def targets_filled_again(m, o, x, y, i):
+    target = torch.ones(len(x), 3)
+    loss = (m(x) - target).abs().mean()
+    target.fill_(-1.0)
+    loss = loss + (m(x * 0.5) - target).abs().mean()
+    o.zero_grad()
+    loss.backward()
+    o.step()
+    return loss.item()
+
+
+def batch_written_where_pytorch_runs(m, o, x, y, i):
+    result = m(x + 0.0)
+    given = torch.ones(len(x), 3)
+    loss = (result - given).pow(2).mean()
+    given.mul_(3.0)
+    result.register_hook(lambda g: g * 0.5)
+    o.zero_grad()
+    loss.backward()
+    o.step()
+    return loss.item()
+
+
 def loss_hook(m, o, x, y, i):
     loss = F.cross_entropy(m(x), y)
     loss.register_hook(lambda g: g * 0.5)
@@ -723,7 +757,8 @@ LOOPS = [
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
-            manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, loss_hook, output_hook, retained_gradient,
+            manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, targets_filled_again,
+            batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
             gradient_dropped_for_one, gradient_assigned, two_backwards, two_calls_two_backwards, gradient_penalty, input_gradient, post_accumulate_hook, accumulator_hook, accumulator_hooks_found_otherwise, gradient_edge_hook,
             gradient_norm_logged, masked_rows, decided_by_the_loss, losses_in_a_buffer, sharpness_aware, attribute_changes, dropout_probability_changes,
             late_forward_hook, late_parameter_hook, hook_that_keeps, layer_replaced, schedule_in_the_loss, with_closure,
