@@ -278,7 +278,7 @@ class Tape:
         if wanted and (not self.takes_gradients or handle is not None):
             raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
         for index, known in enumerate(self.sources):
-            if known is leaf and (self.external_versions[index] == _version(leaf) or index not in self.copies):
+            if known is leaf and self._is_as_it_was(index):
                 return External(index)
         path = f"{len(self.calls)}.{path}" if self.calls else path
         path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
@@ -440,7 +440,7 @@ class Tape:
             LoopError: it was written in place since, and there is no copy.
         """
         tensor = self.sources[index]
-        if _version(tensor) == self.external_versions[index]:
+        if self._is_as_it_was(index) and (index in self.copies or _version(tensor) == self.external_versions[index]):
             return tensor
         if index not in self.copies:
             raise LoopError(
@@ -448,6 +448,15 @@ class Tape:
                 "reads it: fill the next batch into it after the step, or pass a copy (.clone())"
             )
         return self.copies[index]
+
+    def _is_as_it_was(self, index: int) -> bool:
+        """Whether a tensor from outside still has the values of its copy; True where there is none."""
+        copied = self.copies.get(index)
+        if copied is None:
+            return True
+        tensor = self.sources[index]
+        is_counted = tensor.untyped_storage().resizable()  # nobody counts the writes into NumPy's memory
+        return _version(tensor) == self.external_versions[index] and (is_counted or torch.equal(tensor, copied))
 
     def external_key(self, index: int) -> tuple:
         tensor = self.externals[index]
