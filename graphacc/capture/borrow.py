@@ -34,6 +34,21 @@ def distinct_buffers(model: nn.Module) -> list[Named]:
     return _distinct(model.named_buffers(remove_duplicate=False))
 
 
+class TensorsNow:
+    """The parameters and buffers of a module by name, as it has them when they are asked for: its code may replace a buffer."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        owner = self._module.get_submodule(path)
+        found = owner._parameters.get(attribute)
+        tensor = owner._buffers.get(attribute) if found is None else found
+        assert tensor is not None, f"{type(self._module).__name__} has no {name}"
+        return tensor
+
+
 def _distinct(pairs: Iterator[tuple[str, Tensor]]) -> list[Named]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphacc import hlo
+from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import Backend, Batch, capture_forward, capture_gradients, capture_joint, capture_update, capture_vjp, stitch
 from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
@@ -98,7 +99,7 @@ def joint_graph(
 
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         env: dict[int, Tensor] = {}
-        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), _named(module))
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
         loss = env[tape.loss] if microbatches == 1 else env[tape.loss] / microbatches
         return loss, [env[i] for i in outputs]
 
@@ -115,7 +116,7 @@ def forward_graph(
 
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[None, list[Tensor]]:
         env: dict[int, Tensor] = {}
-        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), _named(module))
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
         return None, [env[i] for i in outputs]
 
     batch = batch_of(tape, tape.forward_calls)
@@ -130,7 +131,7 @@ def vjp_graph(backend: Backend, model: nn.Module, tape: Tape, outputs: Sequence[
 
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[None, list[Tensor]]:
         env: dict[int, Tensor] = {}
-        tape.replay(tape.forward_calls, env, dict(enumerate(leaves[:count])), _named(module))
+        tape.replay(tape.forward_calls, env, dict(enumerate(leaves[:count])), TensorsNow(module))
         return None, [env[i] for i in outputs]
 
     seeds = tuple(torch.empty(tape.values[i].shape, dtype=tape.values[i].dtype, device="meta") for i in outputs)
@@ -274,10 +275,6 @@ def batch_of(tape: Tape, calls: Sequence) -> Batch:
     """The externals that recorded calls use, as the batch of a capture (all up to the last one used)."""
     count = max((index for call in calls for index in call.externals), default=-1) + 1
     return Batch(leaves=tuple(tape.externals[:count]), paths=tuple(tape.external_paths[:count]))
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _input(kind: Kind, target: str, like: Tensor) -> Input:

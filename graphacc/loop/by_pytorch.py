@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc.capture.borrow import borrowed, substitute
+from graphacc.capture.borrow import TensorsNow, borrowed, substitute
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.source import calling_line
 from graphacc.errors import LoopError
@@ -79,7 +79,7 @@ class ByPyTorch:
         Args:
             ahead: a recording whose effect on buffers what runs inside has.
         """
-        self.engine.settle_buffers(ahead)
+        self.engine.settle_buffers(ahead, are_written=True)
         self.engine.deferred.note_read()
         for handle in self.engine.handles.values():
             handle.refresh()
@@ -175,7 +175,7 @@ class ByPyTorch:
         derived = set(tape.grad_values.values())
         kept = self._replaced(stand_ins) if stand_ins else self.buffers_kept(tape.has_run)
         with kept, self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            named = {name: stand_ins.get(name, handle.tensor) for name, handle in self.engine.handles.items()}
+            named = TensorsNow(self.engine.model)
             with keyed_randomness(tape.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)
             for call in tape.gradient_calls:

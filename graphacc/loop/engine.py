@@ -294,19 +294,24 @@ class Engine:
                 return f"an argument of shape {list(leaf.shape)} requires a gradient"
         return None
 
-    def settle_buffers(self, ahead: Tape | None = None) -> None:
+    def settle_buffers(self, ahead: Tape | None = None, *, are_written: bool = False) -> None:
         """What was recorded has its effect on the buffers now.
 
         Args:
             ahead: a recording that is about to run itself; later ones have their effect after it.
+            are_written: code that PyTorch runs may write them (batch_norm's statistics): what was recorded reads them before.
         """
         if not self.in_loop_thread:
             return
         pending, tape = (None if x is not None and ahead is not None and x.serial >= ahead.serial else x for x in (self.gradients.pending, self.tape))
-        if pending is not None and not pending.has_run and self.writes_buffers(pending):
+        concerned = self.may_read_buffers if are_written else self.writes_buffers
+        if pending is not None and not pending.has_run and concerned(pending):
             self.execution.run_grad(pending)
-        if tape is not None and tape.backward_at is None and not tape.closed and self.writes_buffers(tape):
-            self.by_pytorch.make_differentiable(tape, "a buffer that a call of the model has changed is read before backward()")
+        if tape is not None and tape.backward_at is None and not tape.closed and concerned(tape):
+            self.by_pytorch.make_differentiable(tape, "a buffer of the model is read, or written, before backward()")
+
+    def may_read_buffers(self, tape: Tape) -> bool:
+        return any(handle.kind is Kind.BUFFER for handle in self.handles.values()) and bool(tape.forward_calls)
 
     def writes_buffers(self, tape: Tape) -> bool:
         return any(isinstance(call.function, ModelCall) and self.written[call.function].buffers for call in tape.forward_calls)
@@ -426,6 +431,10 @@ class Engine:
         if self.writes_buffers(tape):
             self.execution.run_forward(tape, [], keep_buffers=True)
         tape.closed = True
+
+    def records(self, handle: Handle) -> bool:
+        """Whether a function of a parameter or buffer belongs on the tape; not that of a buffer which calls on it may have changed, as the loop reads its value now."""
+        return self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(self.tape))
 
     def records_parameters(self) -> bool:
         """Whether a function of a parameter belongs on the tape: between a model call and its backward."""
@@ -595,6 +604,7 @@ class Engine:
             Whether it is done; if not, PyTorch's own step has to run, for which everything is on the host.
         """
         with self.lock, ranges.named("graphacc.step", self.steps + 1):
+            self._settle_open_recording()
             binding = self.binding_of(optimizer)
             if binding.by_torch is not None:
                 self.prepare_torch_step(binding)
@@ -624,6 +634,15 @@ class Engine:
             if tape is not None and tape.loss is not None:
                 self.losses.watch(self.steps, tape)
             return True
+
+    def _settle_open_recording(self) -> None:
+        """A call without backward has its effect on the buffers with the parameters that it was made with."""
+        tape = self.tape
+        if tape is not None and tape.backward_at is None and not tape.closed and self.writes_buffers(tape):
+            if tape.live():
+                self.by_pytorch.make_differentiable(tape, "the parameters change before the backward() of a call that changes buffers")
+            else:
+                self.end_recording()
 
     def _step(self, binding: Binding, names: tuple[str, ...]) -> None:
         tape = self.gradients.pending

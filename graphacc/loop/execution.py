@@ -70,7 +70,7 @@ class Execution:
 
     def run_forward(self, tape: Tape, outputs: Sequence[int], *, keep_buffers: bool) -> None:
         """Compute values of the forward part."""
-        self.engine.settle_buffers(ahead=tape)
+        self.engine.settle_buffers(ahead=tape, are_written=keep_buffers and self.engine.writes_buffers(tape))
         wanted = [index for index in outputs if not tape.has_value(index)]
         program = ("forward", tuple(wanted), keep_buffers)
 

@@ -283,7 +283,7 @@ def open_tapes(leaves: list) -> "list[Tape]":
         return []
     for leaf in leaves:
         handle = managed.handle_of(leaf)
-        if handle is not None and handle.engine.records_parameters():
+        if handle is not None and handle.engine.records(handle):
             return [handle.engine.tape]
     return []
 

@@ -129,7 +129,7 @@ class Region:
         """
         engine, tape = self.engine, self.tape
         self._check_unchanged()
-        engine.settle_buffers(ahead=tape)
+        engine.settle_buffers(ahead=tape, are_written=engine.writes_buffers(tape))
         self._buffers = self._buffers_before()
         with engine.fallback.fx_only():
             engine.execution.run_forward(tape, self.outputs, keep_buffers=True)

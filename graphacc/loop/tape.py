@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import storage_users, watched_by_autograd
+from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import trees
@@ -650,7 +651,7 @@ class Tape:
     # ---- replay and identity
 
     def replay(
-        self, calls: Sequence[Call], env: dict[int, Tensor], externals: Mapping[int, Tensor], named: Mapping[str, Tensor]
+        self, calls: Sequence[Call], env: dict[int, Tensor], externals: Mapping[int, Tensor], named: Mapping[str, Tensor] | TensorsNow
     ) -> None:
         """Run recorded calls on tensors, real or traced.
 

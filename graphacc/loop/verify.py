@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphacc.capture import FX
-from graphacc.capture.borrow import borrowed, substitute
+from graphacc.capture.borrow import TensorsNow, borrowed, substitute
 from graphacc.capture.guards import dense_gradients
 from graphacc.capture.model import computing_in
 from graphacc.capture.optimizer import is_separable, plain, run_step, stand_in
@@ -356,7 +356,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
             whole = {i: build.microbatch(tape.sources[i], tape, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
             batch = {i: tensor.clone() for i, tensor in whole.items()}  # the recorded code may write into it
             with keyed_randomness(microbatch_seed(tape, microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
-                tape.replay(tape.forward_calls, env, batch, _named(engine.model))
+                tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))
             parts.append({i: env[i].detach().clone() for i in wanted})
             if grads:
                 made = torch.autograd.grad(env[tape.loss] / count, [leaves[name] for name in tape.grad_values], allow_unused=True, retain_graph=False)
@@ -388,7 +388,7 @@ def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
         batch = {i: tensor.clone().requires_grad_(i in run.inputs) for i, tensor in run.batch.items()}
         precision = computing_in(engine.programs.strategy.precision, "cpu")
         with keyed_randomness(microbatch_seed(tape, 0), tape.counter), torch.enable_grad(), precision:
-            tape.replay(tape.forward_calls, env, batch, _named(engine.model))
+            tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))
         wanted = {(Kind.GRAD, name): leaf for name, leaf in leaves.items() if leaf.requires_grad} | {(Kind.USER, f"input {i}"): batch[i] for i in run.inputs}
         pairs = [(env[index], seed.to(env[index].dtype)) for index, seed in run.seeds.items() if env[index].requires_grad]
         grads = torch.autograd.grad([value for value, _ in pairs], list(wanted.values()), [seed for _, seed in pairs], allow_unused=True) if pairs else []
@@ -401,10 +401,6 @@ def _leaf(tensor: Tensor, value: Tensor) -> Tensor:
     for hook in (tensor._backward_hooks or {}).values() if leaf.requires_grad else ():
         leaf.register_hook(hook)
     return leaf
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _update(engine: "Engine", run: _Run, start: Values, env: Mapping[int, Tensor], values: Values) -> _Reference:

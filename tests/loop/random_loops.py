@@ -458,15 +458,30 @@ def group(run):
         run.optimizer.add_param_group({"params": [run.memory["group"]], "lr": 0.01})
 
 
-BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average]
+def call_and_read(run):
+    """A call whose only effects are a value and the buffers."""
+    run.seen.append(run.model(batch(run)[0] * 0.2).sum().item())
+
+
+def statistics(run):
+    with torch.no_grad():
+        run.model(batch(run)[0] + 1.0)
+
+
+def read_buffers(run):
+    run.seen += [buffer.clone().sum().item() for buffer in run.model.buffers()]
+
+
+BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
 AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
     assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
+    call_and_read, statistics, read_buffers, eval_mode,
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate, save, group,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [

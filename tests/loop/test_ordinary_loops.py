@@ -1875,3 +1875,66 @@ def test_slices_and_instances_of_a_compiled_class():
     model = assert_same(unfrozen_by_slices, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     for made in (model[:2], type(model)(nn.Tanh())):
         assert type(made) is nn.Sequential
+
+
+class Counted(nn.Module):
+    """Buffers that are written in place and one that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("level", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.level = self.level * 0.5 + x.detach().mean()
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def of_buffers(plan):
+    """A loop of steps: e, t evaluation and training mode, B backward, P backward through a gradient penalty, R a call whose value is read, N one without gradients, F the
+    model's own forward, b reads of the buffers, L a loss with a buffer in it, S step."""
+
+    def run(model):
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
+        for number, what in enumerate(plan):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+            if what in "et":
+                model.train(what == "t")
+            elif what == "B":
+                model(x).pow(2).mean().backward()
+            elif what == "P":
+                x.requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                (slope.norm(dim=1) - 1).pow(2).mean().backward()
+            elif what == "R":
+                seen.append(model(x).sum().item())
+            elif what == "N":
+                with torch.no_grad():
+                    seen.append(model(x).sum().item())
+            elif what == "F":
+                model.forward(x).pow(2).mean().backward()
+            elif what == "b":
+                seen += [buffer.clone().sum().item() for buffer in model.buffers()]
+            elif what == "L":
+                (model(x).pow(2).mean() * (1 + model.level + model.norm.running_var.mean())).backward()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    return run
+
+
+PLANS = ("eBtPS", "eBtRSb", "BRSb", "Rb", "RFb", "LSLSb", "eBtNS", "ePBBtPBBSb", "RFSeBBbPS", "RbFFeBeS", "eBBtFSb", "BNRbSLb")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.default_cases("eBtPS", "BRSb", "RFb", "LSLSb")
+def test_buffers_change_in_the_order_of_the_calls(plan):
+    torch.manual_seed(0)
+    reference = Counted()
+    model = compiled(copy.deepcopy(reference), None)
+    assert of_buffers(plan)(model) == pytest.approx(of_buffers(plan)(reference), rel=1e-5, abs=1e-6)
+    for (name, got), expected in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert relative_error(got, expected) < 1e-5, name
