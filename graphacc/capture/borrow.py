@@ -41,12 +41,19 @@ class TensorsNow:
         self._module = module
 
     def __getitem__(self, name: str) -> Tensor:
-        path, _, attribute = name.rpartition(".")
-        owner = self._module.get_submodule(path)
-        found = owner._parameters.get(attribute)
-        tensor = owner._buffers.get(attribute) if found is None else found
+        tensor = self.get(name)
         assert tensor is not None, f"{type(self._module).__name__} has no {name}"
         return tensor
+
+    def get(self, name: str) -> Tensor | None:
+        """None where the module has no such tensor any more."""
+        path, _, attribute = name.rpartition(".")
+        try:
+            owner = self._module.get_submodule(path)
+        except AttributeError:
+            return None
+        found = owner._parameters.get(attribute)
+        return owner._buffers.get(attribute) if found is None else found
 
 
 def _distinct(pairs: Iterator[tuple[str, Tensor]]) -> list[Named]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphacc._compat.torch_ import outside_of_transforms, storage_users, swap_values, without_modes
+from graphacc.capture.borrow import TensorsNow
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.loop import trees
@@ -462,6 +463,20 @@ def without_memory(like: Tensor) -> Tensor:
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
+
+
+def settled(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Let what was recorded have its effect on buffers that are read, and put those in their places by which PyTorch's run of the model replaced them meanwhile."""
+    replaced = {}
+    for leaf in trees.leaves((args, kwargs)):
+        handle = handle_of(leaf) if isinstance(leaf, ManagedBuffer) else None
+        if handle is not None and not handle.engine.capturing and not handle.engine.deferred.making:
+            now = TensorsNow(handle.engine.model)
+            was_current = now.get(handle.name) is leaf
+            handle.engine.settle_buffers()
+            if was_current and (found := now.get(handle.name)) is not None and found is not leaf:
+                replaced[id(leaf)] = found
+    return trees.map_only(ManagedBuffer, lambda leaf: replaced.get(id(leaf), leaf), (args, kwargs)) if replaced else (args, kwargs)
 
 
 def prepare(func, args: tuple, kwargs: dict) -> None:

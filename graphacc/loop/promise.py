@@ -290,6 +290,7 @@ def open_tapes(leaves: list) -> "list[Tape]":
 
 def run_on_values(func, args: tuple, kwargs: dict):
     """Let PyTorch run a function on values, which it may write into."""
+    args, kwargs = managed.settled(args, kwargs)
     managed.prepare(func, args, kwargs)
     args, kwargs = managed.plain_while_capturing(func, *to_values(args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
