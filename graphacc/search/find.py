@@ -11,6 +11,7 @@ in which one of these axes is larger. That larger model axes save neither work n
 which tests hold against estimates of every candidate; within it the order is optimal. What the model errs is said with the plan.
 """
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -165,6 +166,9 @@ class Search:
             limit = taken  # the real passes do not confirm the estimate that others were left out for
         if not ranked:
             raise StrategyError(self._no_candidate(request, refusals))
+        refused = [found for strategy, _ in ranked if isinstance(found := self._exact.get(strategy), str)]
+        if len(refused) == len(ranked):
+            raise StrategyError(self._no_candidate(request, Refusals(counts=dict(collections.Counter(refused)))))
         if not finalists:
             raise StrategyError(self._infeasible(request, ranked))
         strategy, estimate = min(finalists, key=lambda item: item[1].seconds)
@@ -423,7 +427,8 @@ class Search:
             if strategy.tp not in self._splits:
                 self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, TP)).splits
             splits = self._splits[strategy.tp]
-        passes = build_pipeline(step, strategy, batch_dims=self.batch_dims, splits=splits, experts=self._experts)
+        dims = {item.target: self.batch_dims.get(item.target) for item in step.inputs if item.kind is Kind.BATCH}  # code on gradients has inputs of its own
+        passes = build_pipeline(step, strategy, batch_dims=dims, splits=splits, experts=self._experts)
         with without_collection():
             return run_passes(step.copy(), passes)[0]
 

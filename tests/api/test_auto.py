@@ -85,6 +85,26 @@ def test_values_of_64_bits_move_to_the_choice():
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_code_between_backward_and_step():
+    """A running total in a tensor is an input of the whole step that forward and backward do not have."""
+
+    def train(model):
+        optimizer, total = torch.optim.AdamW(model.parameters(), lr=0.01), torch.zeros(())
+        for step in range(3):
+            loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield total.item()
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = graphacc.compile(copy.deepcopy(reference), devices=8, cache_dir=None, fast_compile=True)
+    assert list(train(model)) == pytest.approx(list(train(reference)), rel=1e-6)
+    assert model.plan is not None
+
+
 def test_accumulated_gradients():
     """Two backwards before a step: the optimizer is not known when the choice is made, and that is said."""
     torch.manual_seed(0)
