@@ -434,7 +434,8 @@ class Engine:
 
     def records(self, handle: Handle) -> bool:
         """Whether a function of a parameter or buffer belongs on the tape; not that of a buffer which calls on it may have changed, as the loop reads its value now."""
-        return self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(self.tape))
+        tape = self.tape
+        return tape is not None and self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(tape))
 
     def records_parameters(self) -> bool:
         """Whether a function of a parameter belongs on the tape: between a model call and its backward."""

@@ -24,6 +24,6 @@ def mix_in(model: nn.Module, mixin: type, names: Callable[[type], Mapping[str, o
     become(model, type(model))
 
 
-def own_class(cls: type, mixin: type) -> type:
+def own_class(cls: type, mixin: type) -> type[nn.Module]:
     """The class that `mixin` was mixed into."""
     return cls.__mro__[cls.__mro__.index(mixin) + 1]

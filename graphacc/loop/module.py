@@ -143,20 +143,22 @@ class CompiledModule(nn.Module):
         offload = self._graphacc_engine.programs.offload
         return {Kind.PARAM: 0, Kind.STATE: 0, Kind.GRAD: 0} if offload is None else offload.host_bytes
 
+    def _uncompiled(self) -> tuple[nn.Module, dict[str, object]]:
+        """A module of the model's own class without attributes, and the attributes that it would have."""
+        original = own_class(type(self), CompiledModule)
+        return original.__new__(original), {name: value for name, value in self.__dict__.items() if name != "_graphacc_engine"}
+
     def __deepcopy__(self, memo):
         """An ordinary, uncompiled copy with the current values."""
-        original = own_class(type(self), CompiledModule)
-        copied = original.__new__(original)
+        copied, attributes = self._uncompiled()
         memo[id(self)] = copied
-        attributes = {name: value for name, value in self.__dict__.items() if name != "_graphacc_engine"}
         copied.__dict__.update(copy.deepcopy(attributes, memo))
         return copied
 
     def __reduce_ex__(self, protocol):
         """What the model's own class gives: an ordinary, uncompiled module of the same memory, so that a state_dict that is saved beside it takes no space."""
-        original = own_class(type(self), CompiledModule)
-        plain = original.__new__(original)
-        plain.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_graphacc_engine")
+        plain, attributes = self._uncompiled()
+        plain.__dict__.update(attributes)
         return plain.__reduce_ex__(protocol)
 
 
