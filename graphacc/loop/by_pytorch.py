@@ -41,11 +41,16 @@ class ByPyTorch:
 
     def call(self, original: Callable, args: tuple, kwargs: dict, why: str, in_parts: bool = False):
         """Let PyTorch run a call of the model on the current values of its parameters; with `in_parts` compiled where that is possible."""
-        args, kwargs = self.differentiable_arguments(args, kwargs, why)
-        if self.engine.tape is not None and self.engine.tape is not self.engine.gradients.pending and not self.engine.tape.live():
-            self.engine.end_recording()
+        given = self._promises_in_modules()
+        with self.engine.structure.restored():  # what was recorded runs on the model's own tensors
+            args, kwargs = self.differentiable_arguments(args, kwargs, why)
+            (promised,), _ = self.differentiable_arguments(([promise for _, _, promise in given],), {}, why)
+            if self.engine.tape is not None and self.engine.tape is not self.engine.gradients.pending and not self.engine.tape.live():
+                self.engine.end_recording()
+            self.engine.settle_buffers(are_written=True)
+        values = _exchanged([(*place, value) for place, value in zip(given, promised)])
         parts = self.engine.islands.compiled_parts() if in_parts and regions.possible(self.engine) else contextlib.nullcontext()
-        with self.noted(f"the model {type(self.engine.model).__name__}", why), self.on_host(), parts:
+        with self.noted(f"the model {type(self.engine.model).__name__}", why), self.on_host(), values, parts:
             return original(*args, **kwargs)
 
     def differentiable_arguments(self, args: tuple, kwargs: dict, why: str) -> tuple[tuple, dict]:
@@ -54,6 +59,11 @@ class ByPyTorch:
             if isinstance(leaf, Promise) and leaf.requires_gradient and torch.is_grad_enabled():
                 leaf.tape.engine.by_pytorch.make_differentiable(leaf.tape, why)
         return to_values(args, kwargs)
+
+    def _promises_in_modules(self) -> "list[tuple[dict[str, Tensor | None], str, Promise]]":
+        """Promises that the loop has put into the model for the time of a call, as `torch.func.functional_call` does: table, name, promise."""
+        tables = [table for module in self.engine.model.modules() for table in (module._parameters, module._buffers)]
+        return [(table, name, tensor) for table in tables for name, tensor in table.items() if isinstance(tensor, Promise)]
 
     @contextlib.contextmanager
     def noted(self, what: str, why: str) -> Iterator[None]:
@@ -222,3 +232,16 @@ class ByPyTorch:
             return True
         called = [self.engine.model.get_submodule(path) for path in paths]
         return any(tensor is handle.tensor for module in called for tensor in (*module.parameters(), *module.buffers()))
+
+
+@contextlib.contextmanager
+def _exchanged(places: "list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]") -> Iterator[None]:
+    """Tables of modules hold other tensors inside: (table, name, the tensor that it holds, the other)."""
+    for table, name, _, value in places:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for table, name, held, value in places:
+            if table.get(name) is value:  # the model's code may have replaced it
+                table[name] = held

@@ -87,6 +87,12 @@ class Fakes:
         with torch._C.DisableTorchFunctionSubclass():
             return [(id(self._of_handle(handle_of(buffer))) if handle_of(buffer) else id(buffer), self._version(buffer)) for buffer in held]
 
+    def owner(self, fake: Tensor) -> Handle | None:
+        """The parameter or buffer whose memory a result on fake tensors has: it is a view of it."""
+        memory = _memory(fake)
+        names = (name for name, own in self._managed.items() if name in self.handles and _memory(own) == memory)
+        return next((self.handles[name] for name in names), None)
+
     def of_buffers(self) -> list[tuple[str, Tensor]]:
         """The fake tensor of every buffer, by name."""
         return [(name, self._of_handle(handle)) for name, handle in self.handles.items() if handle.kind is Kind.BUFFER]

@@ -693,6 +693,22 @@ class Structure:
         now = itertools.chain.from_iterable(map(dict.values, self._tables))
         return list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._held))
 
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """What the loop has exchanged for the time of a call (`torch.func.functional_call`) is as it was inside; tensors alone, not names that are new or gone."""
+        places = [(table, name) for table in self._tables for name in table]
+        if len(places) != len(self._held):
+            yield
+            return
+        exchanged = [(table, name, table[name]) for (table, name), held in zip(places, self._held) if table[name] is not held]
+        for (table, name), held in zip(places, self._held):
+            table[name] = held
+        try:
+            yield
+        finally:
+            for table, name, given in exchanged:
+                table[name] = given
+
 
 def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapping[str, object]) -> dict[str, object]:
     """Label -> new value of the attributes of modules that are not as they were `before`, nor as they were `given`.

@@ -144,7 +144,7 @@ class Promise(Tensor):
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
     leaves = trees.leaves((args, kwargs))
-    tapes = open_tapes(leaves)
+    tapes = open_tapes(func, leaves)
     if not tapes:
         if func is Tensor.backward:
             _check_way_back(args[0])
@@ -274,16 +274,19 @@ def written_too_early(name: str) -> LoopError:
     )
 
 
-def open_tapes(leaves: list) -> "list[Tape]":
-    """The recordings that a function on these leaves may belong to, oldest first."""
+def open_tapes(func, leaves: list) -> "list[Tape]":
+    """The recordings that a function on these leaves may belong to, oldest first.
+
+    One of parameters alone belongs there for its gradient. Without one, as that of ``p.detach()``, it is run on values: what it gives may be the parameter's own memory.
+    """
     tapes = {leaf.tape.serial: leaf.tape for leaf in leaves if isinstance(leaf, Promise) and not leaf.tape.closed}
     if tapes:
         return [tapes[serial] for serial in sorted(tapes)]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or func in _WITHOUT_GRADIENT:
         return []
     for leaf in leaves:
         handle = managed.handle_of(leaf)
-        if handle is not None and handle.engine.records(handle):
+        if handle is not None and handle.trains and handle.engine.records(handle):
             return [handle.engine.tape]
     return []
 

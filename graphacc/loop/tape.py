@@ -577,8 +577,15 @@ class Tape:
 
         Raises:
             NotRecorded: the call writes into memory that is not the recording's own.
+            LoopError: it writes into a parameter, through a view that is a value of the recording.
         """
         after = self.backward_at is not None
+        for i in written:
+            if isinstance(refs[i], Ref) and (handle := self.engine.fakes.owner(fakes[i])) is not None:
+                raise LoopError(
+                    f"a view of {handle.name!r} that was made between a call of the model and its backward() is written in place, which the recording does not follow into the "
+                    "parameter: write into the parameter itself under torch.no_grad(), before the call or after the step"
+                )
         outside = [i for i in written if not isinstance(refs[i], Ref) or (after and self._is_forward(refs[i].index))]
         if not outside:
             return None
@@ -632,12 +639,23 @@ class Tape:
 
     def value(self, index: int) -> Tensor:
         """The tensor of a value; runs what is needed."""
+        if (alias := self._view_of_parameter(index)) is not None:
+            return alias
         if index not in self._concrete:
             self.engine.materialize(self, index)
         value = self._concrete[index]
         if not isinstance(value, Tensor):
             value = self._concrete[index] = value()
         return value
+
+    def _view_of_parameter(self, index: int) -> Tensor | None:
+        """What a value is that is a view of a parameter and no result of autograd: the parameter's memory, which changes with it."""
+        fake = self.values[index]
+        if not fake._is_view() or self.is_eager or self.region is not None or (handle := self.engine.fakes.owner(fake)) is None:
+            return None
+        handle.refresh()
+        handle.viewed = True
+        return handle.host_value().as_strided(fake.size(), fake.stride(), fake.storage_offset())
 
     def has_value(self, index: int) -> bool:
         return index in self._concrete

@@ -232,10 +232,21 @@ def checkpointed(run, x, y):
     return F.cross_entropy(run.out, y) + hidden.pow(2).mean()
 
 
+def with_rows_written_in_place(run, x, y):
+    """What the loop writes into tensors that it gave, before anything has run."""
+    target = torch.ones(len(x), CLASSES)
+    run.out = run.model(x + 0.5)
+    first = (run.out - target).abs().mean()
+    target.fill_(-1.0)
+    second = (run.model(x * 0.5) - target).pow(2).mean()
+    x.zero_()
+    return F.cross_entropy(run.out, y) + first + second
+
+
 LOSSES = [by_call] * 6 + [
     by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows,
     checked_labels, by_masked_call, through_plain_module, into_plain_module, between_plain_modules, deciding, with_input_penalty,
-    with_input_penalty_of_another_call, with_gradient_penalty, on_adversarial_rows, by_functional_call, with_a_weight, in_parts, checkpointed,
+    with_input_penalty_of_another_call, with_gradient_penalty, on_adversarial_rows, by_functional_call, with_a_weight, in_parts, checkpointed, with_rows_written_in_place,
 ]  # fmt: skip
 
 
@@ -447,15 +458,30 @@ def group(run):
         run.optimizer.add_param_group({"params": [run.memory["group"]], "lr": 0.01})
 
 
-BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average]
+def call_and_read(run):
+    """A call whose only effects are a value and the buffers."""
+    run.seen.append(run.model(batch(run)[0] * 0.2).sum().item())
+
+
+def statistics(run):
+    with torch.no_grad():
+        run.model(batch(run)[0] + 1.0)
+
+
+def read_buffers(run):
+    run.seen += [buffer.clone().sum().item() for buffer in run.model.buffers()]
+
+
+BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
 AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
     assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
+    call_and_read, statistics, read_buffers, eval_mode,
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate, save, group,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [

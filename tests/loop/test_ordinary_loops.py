@@ -114,6 +114,58 @@ def functional_call(m, o, x, y, i):
     return trained(o, F.cross_entropy(torch.func.functional_call(m, dict(m.named_parameters()), (x,)), y))
 
 
+def functional_call_behind_a_read(m, o, x, y, i):
+    if i == 0:
+        m.drop = nn.BatchNorm1d(8)
+    seen = m(x * 0.2).sum().item()
+    weights = {name: p * 0.9 for name, p in m.named_parameters()}  # recorded, as the call before is
+    return [trained(o, F.cross_entropy(torch.func.functional_call(m, weights, (x,)), y)).item(), seen]
+
+
+# ---- tensors that share a parameter's memory, made while a recording is open
+
+
+def alias_written_later(m, o, x, y, i):
+    seen = m(x * 0.2).sum().item()
+    if "_alias" in m.__dict__:
+        m.__dict__["_alias"].mul_(0.98)
+    else:
+        m.__dict__["_alias"] = m.second.weight.data
+    return [trained(o, F.cross_entropy(m(x), y)).item(), seen, m.second.weight.sum().item()]
+
+
+def state_reloaded_behind_a_read(m, o, x, y, i):
+    m.first.requires_grad_(i % 2 == 0)
+    o.zero_grad()
+    loss = F.cross_entropy(m(x), y)
+    loss.backward()
+    seen = m(x * 0.2).sum().item()
+    o.step()
+    m.load_state_dict({name: value * 1.01 for name, value in m.state_dict().items()})
+    return [loss.item(), seen]
+
+
+def view_of_a_frozen_weight(m, o, x, y, i):
+    m.first.requires_grad_(False)
+    out = m(x)
+    weight, bias = m.first.weight.view(-1), m.first.bias.detach()
+    loss = trained(o, F.cross_entropy(out, y) + 0.01 * out.mean() * weight.sum() + bias.sum() * out.mean())
+    weight.mul_(0.9)
+    bias.add_(0.01)
+    return [loss.item(), m.first.weight.sum().item(), m.first.bias.sum().item()]
+
+
+def view_read_and_written_after_the_step(m, o, x, y, i):
+    out, weight = m(x), m.first.weight.view(-1)
+    loss = F.cross_entropy(out, y) + 0.1 * weight.pow(2).mean()
+    seen = [weight.sum().item()]
+    trained(o, loss)
+    seen.append(weight.sum().item())
+    with torch.no_grad():
+        weight.mul_(0.9)
+    return [loss.item(), *seen, m.first.weight.sum().item()]
+
+
 # ---- gradients and autograd
 
 
@@ -767,6 +819,7 @@ LOOPS = [
         loop,
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
+            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, rows_of_numpy_filled_again, targets_filled_again,
             batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
@@ -820,9 +873,20 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
+
+
+def test_a_write_into_a_parameter_through_a_recorded_view_is_refused():
+    model = compiled(Net(), None)
+    x, y = data()[0]
+    out, view = model(x), model.second.bias.view(-1)
+    with torch.no_grad(), pytest.raises(LoopError, match="view of 'second.bias'.*write into the parameter itself"):
+        view.mul_(0.9)
+    del view
+    F.cross_entropy(out, y).backward()
+    assert model.second.bias.grad.abs().sum() > 0
 
 
 def test_a_checkpoint_holds_the_state_of_a_frozen_layer_that_was_edited(tmp_path):
