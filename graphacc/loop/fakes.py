@@ -46,7 +46,7 @@ class Fakes:
         like = self._of_handle(handle)
         fake = self._gradients.get(handle.name)
         if fake is None or (fake.shape, fake.dtype) != (like.shape, like.dtype):
-            fake = self._gradients[handle.name] = like.detach()
+            fake = self._gradients[handle.name] = self._like(like)  # of memory of its own
         return fake
 
     def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
