@@ -103,7 +103,9 @@ class ByPyTorch:
     def expect_writes(self) -> None:
         """The model's own code has run by PyTorch: batch_norm writes without counting versions, and so does code on ``parameter.data``."""
         for handle in self.engine.handles.values():
-            handle.exposed = handle.exposed or handle.kind is Kind.BUFFER or handle.name in self.engine.written_by_forward
+            if handle.kind is Kind.BUFFER or handle.name in self.engine.written_by_forward:
+                handle.exposed = True
+                handle.watch_again()
 
     def note(self, what: str, why: str) -> str:
         """Say once what PyTorch runs in the place of a compiled program; returns what was said."""

@@ -126,6 +126,7 @@ class Engine:
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
         self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors, but for those that share a bucket
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
+        self.replaced: set[str] = set()  # buffers in whose place it has put another tensor
 
     # ---- calls of the model
 
@@ -230,6 +231,9 @@ class Engine:
         if hooked := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None):
             raise NotRecorded(f"the node of autograd that accumulates the gradient of {hooked!r} has hooks, which run in PyTorch's own backward alone")
         trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
+        if any(self.handles[name].is_held for name in self.replaced if name in self.handles):
+            self.settle_buffers()
+            self._renew_held_buffers(self.replaced)
         if not trains:
             self.settle_buffers()
             self._drain()
@@ -248,7 +252,11 @@ class Engine:
             return self._record(self._function(function.path), args, kwargs, as_region)
         if function.path and any(isinstance(leaf, Opaque) for leaf in tape.calls[-1].result_leaves):
             raise NotRecorded("it returns an object that a program cannot return")
-        self.guards.write(self.written[tape.calls[-1].function].others)
+        written = self.written[tape.calls[-1].function]
+        if new := written.replaced - self.replaced:
+            self.replaced |= new
+            self._renew_held_buffers(new)
+        self.guards.write(written.others)
         if not trains:
             self.execution.run_forward(tape, tape.live(), keep_buffers=True)
             if tape.bucket is not None:  # other lengths share its program
@@ -262,6 +270,14 @@ class Engine:
                 result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
         self.guards.write(tensors)
         return result
+
+    def _renew_held_buffers(self, names: Iterable[str]) -> None:
+        """A call puts other tensors in the places of these buffers: those that the loop holds keep their values."""
+        held = [handle for name in names if (handle := self.handles.get(name)) is not None and handle.is_held]
+        for handle in held:
+            handle.renew()
+        if held:
+            self.structure = Structure(self.model)
 
     def _too_many_forms(self, function: ModelCall, args: tuple, kwargs: dict) -> str | None:
         """Why a call without gradients is not worth a program: every other one has had other shapes."""
@@ -335,9 +351,7 @@ class Engine:
 
     def before_write(self, handle: Handle) -> None:
         """The loop is about to write a parameter or buffer: a backward that was recorded with its present value runs now."""
-        tape = self.gradients.pending
-        if tape is not None and not tape.has_run:
-            self.execution.run_grad(tape)
+        self.run_pending()
         tape = self.tape
         if tape is not None and tape.backward_at is None and not tape.closed:
             if held := tape.live():
@@ -345,6 +359,12 @@ class Engine:
             else:
                 self._discard(tape)
             tape.overwritten, tape.closed, self.tape = handle.name, True, None
+
+    def run_pending(self) -> None:
+        """Parameters may be written from now on: a backward that was recorded with their present values runs."""
+        tape = self.gradients.pending
+        if tape is not None and not tape.has_run:
+            self.execution.run_grad(tape)
 
     def before_another_form(self, handle: Handle) -> None:
         """The loop is about to give a parameter another dtype or shape (``model.double()``); optimizers keep the state that they have."""
@@ -526,6 +546,7 @@ class Engine:
                         flags = plain_attributes_written(self.model, before)
                 written = attributes_written(self.model, before, inputs)
                 writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
+                replaced = self.fakes.replaced_buffers() if self.fallback.backend is FX else frozenset()
         finally:
             self.guards.write(flags)
         if flags:
@@ -534,6 +555,7 @@ class Engine:
         others = {label: value for label, value in written.items() if label not in tensors}
         self.written[function] = Written(
             buffers=writes_buffers and bool(buffers),
+            replaced=replaced,
             tensors=tuple(tensors),
             others=others,
             before=self.guards.present(written.keys() - inputs.keys()),

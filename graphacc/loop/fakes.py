@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode
-from graphacc.capture.borrow import substitute
+from graphacc.capture.borrow import TensorsNow, substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
@@ -92,6 +92,11 @@ class Fakes:
         memory = _memory(fake)
         names = (name for name, own in self._managed.items() if name in self.handles and _memory(own) == memory)
         return next((self.handles[name] for name in names), None)
+
+    def replaced_buffers(self) -> frozenset[str]:
+        """The buffers in whose place a call on fakes has put other tensors, which are in the model's tables."""
+        now = TensorsNow(self.model)
+        return frozenset(name for name, fake in self.of_buffers() if now.get(name) is not fake and handle_of(now.get(name)) is None)
 
     def of_buffers(self) -> list[tuple[str, Tensor]]:
         """The fake tensor of every buffer, by name."""

@@ -672,6 +672,7 @@ class Written:
     """What a call of the model leaves in attributes of its modules, by label."""
 
     buffers: bool = False  # whether it changes buffers
+    replaced: frozenset[str] = frozenset()  # those of them in whose place it puts another tensor
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
@@ -687,6 +688,10 @@ class Structure:
         self._tables = tables
         self._held = [value for table in tables for value in table.values()]
         self._sizes = [len(table) for table in tables]
+
+    def count(self, tensor: Tensor) -> int:
+        """In how many places the modules hold a tensor."""
+        return sum(held is tensor for held in self._held)
 
     def is_current(self) -> bool:
         """Whether all of them are still there, and nothing else is."""

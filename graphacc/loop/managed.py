@@ -33,6 +33,9 @@ _EXPOSING = frozenset(
 )
 """Functions that give access to the memory without the version counter noticing a later write."""
 
+_ALIASING = _EXPOSING - {Tensor.data.__set__}
+"""Those of them that write nothing themselves."""
+
 
 class Handle:
     """Where a managed tensor belongs, and how its host copy and its device copy stand."""
@@ -48,6 +51,7 @@ class Handle:
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
         self.viewed = False  # a tensor that shares the host memory may be alive
+        self._watched: Tensor | None = None  # what the memory held when it was last looked at, while it may be written without the version counter noticing
         self.differentiated = False  # the loop has used it in autograd's own graph
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
         self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
@@ -65,6 +69,9 @@ class Handle:
     @property
     def version(self) -> int:
         """A counter of the loop's own writes; the model's code writes buffers, too."""
+        if self._watched is not None and not _same_bits(self.host_value(), self._watched):
+            self.writes += 1
+            self.watch_again()
         if self.kind is Kind.BUFFER:
             return self.writes
         with torch._C.DisableTorchFunctionSubclass():
@@ -76,6 +83,16 @@ class Handle:
             self.writes = version
         else:
             self._refreshes += self.version - version
+
+    def watch(self) -> None:
+        """Something gets access to the memory that can write it uncounted: as long as it is alive, values are compared."""
+        if self._watched is None:
+            self._watched = self.host_value().clone()
+
+    def watch_again(self) -> None:
+        """The memory was written, but not by the loop uncounted."""
+        if self._watched is not None:
+            self._watched = self.host_value().clone() if self.has_alias else None
 
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
@@ -131,6 +148,27 @@ class Handle:
         """Whether a tensor besides this one uses the host memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return storage_users(self.tensor) > 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something besides the model's modules holds this tensor, or its memory."""
+        own = 1 + 2 * self.engine.structure.count(self.tensor)  # this handle's; the tables' and the structure's
+        return self.has_alias or sys.getrefcount(self.tensor) - 1 > own
+
+    def renew(self) -> None:
+        """The model's code is about to put another tensor in the place of this buffer: who holds the present one keeps its value."""
+        self.refresh()
+        if self.missing:
+            return
+        held = self.tensor
+        with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.inference_mode(False), torch.no_grad():
+            renewed: typing.Any = held.detach().clone()
+        for table in (module._buffers for module in self.engine.model.modules()):
+            for name in [name for name, tensor in table.items() if tensor is held]:
+                table[name] = renewed
+        renewed.__class__ = ManagedBuffer
+        renewed._graphacc_handle, held._graphacc_handle = self, None  # that is an ordinary tensor again
+        self.tensor, self.viewed, self.exposed, self._watched = renewed, False, True, None
 
     @property
     def host_grad(self) -> Tensor | None:
@@ -193,6 +231,7 @@ class Handle:
             self.tensor.copy_(value)
         self.host_is_stale = False
         self.exposed = True
+        self.watch_again()
 
     def refresh(self) -> None:
         """Bring the host copy up to date."""
@@ -208,6 +247,7 @@ class Handle:
                 before = self.tensor._version
                 self.tensor.copy_(self.engine.fetch(self))
                 self._refreshes += self.tensor._version - before
+            self.watch_again()
             self.mark_uploaded()
 
     def leave_name(self) -> None:
@@ -228,6 +268,11 @@ def _has_hooks(register: typing.Callable) -> bool:
         return len(own.hooks_dict_ref()) > 1
     finally:
         own.remove()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one form hold the same values; a NaN is like itself."""
+    return bool(torch.equal(one, other)) or bool(torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other))))
 
 
 class _Mark:
@@ -495,15 +540,18 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
             handle.allocate()
         handle.refresh()
         touched.append(handle)
-        writes = exposes or writes_by_name(func)
-        if writes:
-            if not making:
-                handle.engine.before_write(handle)
+        writes = writes_by_name(func)
+        if func in _ALIASING and not making:
+            handle.engine.run_pending()
+            handle.watch()
+        if writes and not making:
+            handle.engine.before_write(handle)
+        if writes or exposes:
             handle.engine.deferred.note_write(handle)
-            handle.writes += 1
+            handle.writes += writes
         elif torch.is_grad_enabled():
             handle.engine.deferred.note_read()
-        handle.exposed = handle.exposed or writes or handle.kind is Kind.BUFFER  # `set_` and batch_norm write without counting versions
+        handle.exposed = handle.exposed or writes or exposes or handle.kind is Kind.BUFFER  # `set_` and batch_norm write without counting versions
     for handle in touched:  # last: a program that ran above has found that nothing shares the memory yet
         handle.viewed = True
 

@@ -649,13 +649,18 @@ class Tape:
         return value
 
     def _view_of_parameter(self, index: int) -> Tensor | None:
-        """What a value is that is a view of a parameter and no result of autograd: the parameter's memory, which changes with it."""
+        """What a value is that is a view of a parameter: the parameter's memory, which changes with it, and in autograd's graph if that is where the value is used."""
         fake = self.values[index]
-        if not fake._is_view() or self.is_eager or self.region is not None or (handle := self.engine.fakes.owner(fake)) is None:
+        if not fake._is_view() or (self.is_eager and self.region is None) or (handle := self.engine.fakes.owner(fake)) is None:
             return None
         handle.refresh()
         handle.viewed = True
-        return handle.host_value().as_strided(fake.size(), fake.stride(), fake.storage_offset())
+        place = fake.size(), fake.stride(), fake.storage_offset()
+        if fake.requires_grad and torch.is_grad_enabled() and (self.closed or self.region is not None):
+            handle.differentiated = True
+            with torch._C.DisableTorchFunctionSubclass():
+                return handle.tensor.as_strided(*place)
+        return handle.host_value().as_strided(*place)
 
     def has_value(self, index: int) -> bool:
         return index in self._concrete

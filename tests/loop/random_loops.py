@@ -356,6 +356,28 @@ def alias(run):
         run.seen.append(run.memory["alias"].sum().item())
 
 
+def take_alias(run):
+    """It is written later, by `alias`."""
+    run.memory.setdefault("alias", run.model.second.weight.detach() if run.step % 2 else run.model.second.weight.data)
+
+
+def take_view(run):
+    """A view of a parameter, and of a buffer, that lives longer than the step."""
+    run.memory.setdefault("view", run.model.first.weight.view(-1))
+    run.memory.setdefault("buffer", run.model.calls.view(1))
+
+
+def use_view(run):
+    if "view" in run.memory:
+        run.seen += [run.memory["view"].sum().item(), run.memory["buffer"].sum().item()]
+        with torch.no_grad():
+            run.memory["view"].mul_(0.95)
+
+
+def look_at_state(run):
+    run.seen.append(sum(value.sum().item() for value in run.model.state_dict().values()))
+
+
 def average(run):
     held = run.memory.setdefault("average", {name: value.clone() for name, value in run.model.state_dict().items()})
     with torch.no_grad():
@@ -473,15 +495,15 @@ def read_buffers(run):
 
 
 BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
-AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate]
+AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
     assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
-    call_and_read, statistics, read_buffers, eval_mode,
+    call_and_read, statistics, read_buffers, eval_mode, take_alias, take_view, look_at_state, average,
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers, use_view, use_view,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [

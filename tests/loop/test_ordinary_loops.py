@@ -166,6 +166,52 @@ def view_read_and_written_after_the_step(m, o, x, y, i):
     return [loss.item(), *seen, m.first.weight.sum().item()]
 
 
+def view_behind_another_way(m, o, x, y, i):
+    out, weight = m(x), m.first.weight.view(-1)
+    loss = trained(o, F.cross_entropy(out, y) + m.encode(x).pow(2).mean() + 0.1 * weight.pow(2).mean())
+    with torch.no_grad():
+        weight.mul_(0.9)
+    return [loss.item(), weight.sum().item()]
+
+
+def norms_logged(m, o, x, y, i):
+    out = m(x)
+    seen = [sum(p.data.norm() for p in m.parameters()).item()]
+    loss = F.cross_entropy(out, y)
+    o.zero_grad()
+    loss.backward()
+    seen.append(sum(p.data.norm() for p in m.parameters()).item())
+    o.step()
+    return [loss.item(), *seen]
+
+
+class Level(nn.Module):
+    """A buffer that the forward replaces, or writes in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.first, self.in_place = nn.Linear(6, 3), in_place
+        self.register_buffer("level", torch.zeros(3))
+
+    def forward(self, x):
+        if self.in_place:
+            self.level.mul_(0.5).add_(x.detach().mean())
+        else:
+            self.level = self.level * 0.5 + x.detach().mean()
+        return self.first(x)
+
+
+def buffers_held(m, o, x, y, i):
+    """What the loop holds of a buffer has PyTorch's value: the old one where the forward puts another tensor in its place."""
+    before, view = m.level, m.level[:2]
+    m(x * 0.3).sum().item()
+    m(x * 0.1)
+    between = m.level
+    loss = trained(o, F.cross_entropy(m(x), y))
+    changes = (m.level - before).sum(), (m.level - between).sum()
+    return [loss.item(), before.sum().item(), view.sum().item(), between.sum().item(), *(change.item() for change in changes)]
+
+
 # ---- gradients and autograd
 
 
@@ -819,7 +865,7 @@ LOOPS = [
         loop,
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
-            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step,
+            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, rows_of_numpy_filled_again, targets_filled_again,
             batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
@@ -873,9 +919,34 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_the_loop_holds_of_a_buffer(in_place):
+    assert_same(loop(buffers_held), model=Level(in_place))
+
+
+def test_a_buffer_that_nobody_holds_stays_the_same_tensor():
+    model = compiled(Level(False), None)
+    optimizer, kept = sgd(model), id(model.level)
+    for x, y in data():
+        trained(optimizer, F.cross_entropy(model(x), y))
+    assert id(model.level) == kept
+
+
+def test_a_parameter_written_through_an_alias_before_backward_is_refused():
+    """PyTorch's autograd would compute with the new values where it has not copied the old ones."""
+    model = compiled(Net(), None)
+    x, y = data()[0]
+    weight = model.second.weight.data
+    loss = F.cross_entropy(model(x), y)
+    weight.mul_(0.9)
+    with pytest.raises(LoopError, match="'second.weight' was written between the model's call and backward"):
+        loss.backward()
+        model.second.weight.grad.sum().item()
 
 
 def test_a_write_into_a_parameter_through_a_recorded_view_is_refused():
