@@ -126,6 +126,7 @@ class Engine:
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
         self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors, but for those that share a bucket
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
+        self.watched: set[Handle] = set()  # what may be written uncounted
         self.replaced: set[str] = set()  # buffers in whose place it has put another tensor
 
     # ---- calls of the model
@@ -361,10 +362,27 @@ class Engine:
             tape.overwritten, tape.closed, self.tape = handle.name, True, None
 
     def run_pending(self) -> None:
-        """Parameters may be written from now on: a backward that was recorded with their present values runs."""
+        """A backward that was recorded with the present values of the parameters runs."""
         tape = self.gradients.pending
         if tape is not None and not tape.has_run:
             self.execution.run_grad(tape)
+
+    def before_exposure(self, handle: Handle) -> None:
+        """The loop gets a tensor through which it can write a parameter or buffer uncounted: what it can see of the present values is computed now.
+
+        An open recording that changes no buffers goes on: that nothing was written is found out when its program runs, or at the next call.
+        """
+        self.run_pending()
+        tape = self.tape
+        if tape is not None and tape.backward_at is None and not tape.closed:
+            held = tape.live()
+            if not held:
+                self.end_recording()
+            elif self.writes_buffers(tape):
+                self.by_pytorch.make_differentiable(tape, f"the loop gets access to the memory of {handle.name!r} before backward()")
+            elif not all(tape.has_value(index) for index in held):
+                self.execution.run_forward(tape, held, keep_buffers=False)
+        handle.watch()
 
     def before_another_form(self, handle: Handle) -> None:
         """The loop is about to give a parameter another dtype or shape (``model.double()``); optimizers keep the state that they have."""
@@ -429,6 +447,11 @@ class Engine:
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
+        tape = self.tape
+        if tape is not None and not tape.closed:
+            written = [handle.name for handle in sorted(self.watched, key=lambda handle: handle.name) if self.by_pytorch.written_since(handle, tape)]
+            if written:
+                tape.overwritten, tape.closed, self.tape = written[0], True, None  # what the loop holds of it was computed when it got access
         tape = self.tape
         if tape is None or tape.closed or tape.backward_at is not None or not tape.live():
             self.end_recording()

@@ -88,11 +88,14 @@ class Handle:
         """Something gets access to the memory that can write it uncounted: as long as it is alive, values are compared."""
         if self._watched is None:
             self._watched = self.host_value().clone()
+            self.engine.watched.add(self)
 
     def watch_again(self) -> None:
         """The memory was written, but not by the loop uncounted."""
         if self._watched is not None:
             self._watched = self.host_value().clone() if self.has_alias else None
+            if self._watched is None:
+                self.engine.watched.discard(self)
 
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
@@ -168,7 +171,8 @@ class Handle:
                 table[name] = renewed
         renewed.__class__ = ManagedBuffer
         renewed._graphacc_handle, held._graphacc_handle = self, None  # that is an ordinary tensor again
-        self.tensor, self.viewed, self.exposed, self._watched = renewed, False, True, None
+        self.tensor, self.viewed, self.exposed = renewed, False, True
+        self.watch_again()
 
     @property
     def host_grad(self) -> Tensor | None:
@@ -542,8 +546,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         touched.append(handle)
         writes = writes_by_name(func)
         if func in _ALIASING and not making:
-            handle.engine.run_pending()
-            handle.watch()
+            handle.engine.before_exposure(handle)
         if writes and not making:
             handle.engine.before_write(handle)
         if writes or exposes:
