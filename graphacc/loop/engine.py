@@ -431,6 +431,10 @@ class Engine:
 
     def adopt_tensors(self) -> None:
         present = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        for binding in self.bindings.values():
+            if any(name in self.handles and id(self.handles[name].tensor) not in present for name in binding.names):
+                self.fetch_optimizer_state(binding)  # it belongs to the tensor, and the devices have it under a name that another tensor gets
+                binding.state_on_device = False
         for handle in self.handles.values():
             if not handle.frees_host or (id(handle.tensor) not in present and not handle.missing):
                 handle.refresh()
@@ -447,16 +451,20 @@ class Engine:
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
-        tape = self.tape
-        if tape is not None and not tape.closed:
-            written = [handle.name for handle in sorted(self.watched, key=lambda handle: handle.name) if self.by_pytorch.written_since(handle, tape)]
-            if written:
-                tape.overwritten, tape.closed, self.tape = written[0], True, None  # what the loop holds of it was computed when it got access
+        self._end_if_written()
         tape = self.tape
         if tape is None or tape.closed or tape.backward_at is not None or not tape.live():
             self.end_recording()
             tape = self.tape = self._new_tape()
         return tape
+
+    def _end_if_written(self) -> None:
+        """An open recording ends where parameters were written uncounted since; what the loop holds of it was computed when it got access to them."""
+        tape = self.tape
+        if tape is not None and not tape.closed and self.watched:
+            written = sorted(handle.name for handle in self.watched if self.by_pytorch.written_since(handle, tape))
+            if written:
+                tape.overwritten, tape.closed, self.tape = written[0], True, None
 
     def end_recording(self) -> None:
         tape, self.tape = self.tape, None
@@ -477,6 +485,8 @@ class Engine:
 
     def records(self, handle: Handle) -> bool:
         """Whether a function of a parameter or buffer belongs on the tape; not that of a buffer which calls on it may have changed, as the loop reads its value now."""
+        if self.watched and not self.capturing:
+            self._end_if_written()
         tape = self.tape
         return tape is not None and self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(tape))
 

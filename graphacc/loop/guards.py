@@ -66,6 +66,8 @@ def snapshot(value: object, depth: int = _NESTED) -> Hashable:
         return type(value), value
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         return "array", value.dtype.str, value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).data, digest_size=16).digest()
+    if isinstance(value, types.MethodType):
+        return "method", _Same(value.__self__), _Same(value.__func__)
     if isinstance(value, _NAMESPACES):
         value = vars(value)
     if isinstance(value, functools.partial):
@@ -472,7 +474,7 @@ class Guards:
         table = getattr_plain(owner)
         if table is not None and name not in table:
             self._place(owner, table, label).note(name, MISSING)  # an attribute of the object would hide that of its class
-        if isinstance(value, types.MethodType):
+        if isinstance(value, types.MethodType) and (table is None or name not in table):
             self._note_function(value.__func__, _DEPTH, watch)
             self._note_class(type(owner), _names_of(getattr(value.__func__, "__code__", None)))
             return value
@@ -499,7 +501,7 @@ class Guards:
                 self._place(owner, table, label).take_as_input(name)
                 raise NewInput(key)
             return value
-        if type(owner).__module__.startswith("torch.nn.") and not isinstance(value, _PLAIN) and not name.endswith("_hooks"):
+        if type(owner).__module__.startswith("torch.nn.") and isinstance(value, _CONTAINERS) and not name.endswith("_hooks"):
             return value  # nn.LSTM's lists of its weights
         if f"{label}.{name}" not in self.numbers:
             self._note(owner, table, label, name, value)
