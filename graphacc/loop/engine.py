@@ -101,6 +101,7 @@ class Engine:
         self.gradients = Gradients(self)
         self.by_pytorch = ByPyTorch(self)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
+        self.watched: set[Handle] = set()  # what may be written uncounted
         self.template: Tape | None = None  # the last finished recording: numbers are compared with those in it
         self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
@@ -126,7 +127,6 @@ class Engine:
         self._refused: dict[ModelCall, str] = {}  # calls of the model that cannot be compiled, and why
         self._forms: dict[str, set[tuple]] = {}  # path of a module that is called without gradients -> shapes and dtypes of its tensors, but for those that share a bucket
         self.written_by_forward: set[str] = set()  # parameters that the model's own code writes
-        self.watched: set[Handle] = set()  # what may be written uncounted
         self.replaced: set[str] = set()  # buffers in whose place it has put another tensor
 
     # ---- calls of the model
@@ -485,7 +485,7 @@ class Engine:
 
     def records(self, handle: Handle) -> bool:
         """Whether a function of a parameter or buffer belongs on the tape; not that of a buffer which calls on it may have changed, as the loop reads its value now."""
-        if self.watched and not self.capturing:
+        if not self.capturing:
             self._end_if_written()
         tape = self.tape
         return tape is not None and self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(tape))
