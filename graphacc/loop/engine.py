@@ -320,6 +320,7 @@ class Engine:
         """
         if not self.in_loop_thread:
             return
+        self.end_if_written()
         pending, tape = (None if x is not None and ahead is not None and x.serial >= ahead.serial else x for x in (self.gradients.pending, self.tape))
         concerned = self.may_read_buffers if are_written else self.writes_buffers
         if pending is not None and not pending.has_run and concerned(pending):
@@ -353,6 +354,7 @@ class Engine:
     def before_write(self, handle: Handle) -> None:
         """The loop is about to write a parameter or buffer: a backward that was recorded with its present value runs now."""
         self.run_pending()
+        self.end_if_written()
         tape = self.tape
         if tape is not None and tape.backward_at is None and not tape.closed:
             if held := tape.live():
@@ -368,20 +370,8 @@ class Engine:
             self.execution.run_grad(tape)
 
     def before_exposure(self, handle: Handle) -> None:
-        """The loop gets a tensor through which it can write a parameter or buffer uncounted: what it can see of the present values is computed now.
-
-        An open recording that changes no buffers goes on: that nothing was written is found out when its program runs, or at the next call.
-        """
+        """The loop gets a tensor through which it can write a parameter or buffer uncounted. An open recording goes on: see `end_if_written`."""
         self.run_pending()
-        tape = self.tape
-        if tape is not None and tape.backward_at is None and not tape.closed:
-            held = tape.live()
-            if not held:
-                self.end_recording()
-            elif self.writes_buffers(tape):
-                self.by_pytorch.make_differentiable(tape, f"the loop gets access to the memory of {handle.name!r} before backward()")
-            elif not all(tape.has_value(index) for index in held):
-                self.execution.run_forward(tape, held, keep_buffers=False)
         handle.watch()
 
     def before_another_form(self, handle: Handle) -> None:
@@ -451,22 +441,31 @@ class Engine:
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
-        self._end_if_written()
+        self.end_if_written()
         tape = self.tape
         if tape is None or tape.closed or tape.backward_at is not None or not tape.live():
             self.end_recording()
             tape = self.tape = self._new_tape()
         return tape
 
-    def _end_if_written(self) -> None:
-        """An open recording ends where parameters were written uncounted since; what the loop holds of it was computed when it got access to them."""
+    def end_if_written(self) -> None:
+        """An open recording ends where parameters were written uncounted since it began: what the loop can see of it is computed with the values from before."""
         tape = self.tape
-        if tape is not None and not tape.closed and self.watched:
-            written = sorted(handle.name for handle in self.watched if self.by_pytorch.written_since(handle, tape))
-            if written:
-                tape.overwritten, tape.closed, self.tape = written[0], True, None
+        if not self.watched or tape is None or tape.closed or tape.backward_at is not None:
+            return
+        written = [handle for handle in list(self.watched) if handle.kind is Kind.PARAM and self.by_pytorch.written_since(handle, tape)]
+        if not written:
+            return
+        held = tape.live()
+        with contextlib.ExitStack() as stack:
+            for handle in written:
+                stack.enter_context(handle.as_before(tape.parameter_versions[handle.name]))
+            if self.writes_buffers(tape) or not all(tape.has_value(index) for index in held):
+                self.execution.run_forward(tape, held, keep_buffers=True)
+        tape.overwritten, tape.closed, self.tape = min(handle.name for handle in written), True, None
 
     def end_recording(self) -> None:
+        self.end_if_written()
         tape, self.tape = self.tape, None
         if tape is not None and not tape.closed and tape.backward_at is None:
             self._discard(tape)
@@ -486,7 +485,7 @@ class Engine:
     def records(self, handle: Handle) -> bool:
         """Whether a function of a parameter or buffer belongs on the tape; not that of a buffer which calls on it may have changed, as the loop reads its value now."""
         if not self.capturing:
-            self._end_if_written()
+            self.end_if_written()
         tape = self.tape
         return tape is not None and self.records_parameters() and not (handle.kind is Kind.BUFFER and self.writes_buffers(tape))
 
@@ -619,6 +618,10 @@ class Engine:
     def materialize(self, tape: Tape, index: int) -> None:
         """Run what is needed for `tape` to have the value `index`."""
         with self.lock:
+            if tape is self.tape:
+                self.end_if_written()
+                if tape.has_value(index):
+                    return
             if tape.closed and tape.updates == self.execution.updates and not tape.is_eager:
                 self.by_pytorch.run(tape, "a result of an earlier model call, which the loop had let go of, is read")
             if tape.closed:

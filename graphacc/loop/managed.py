@@ -5,6 +5,7 @@ modules that hold them stay right. A torch function that touches one first bring
 reading is always exact; a write is seen by the version counter and uploaded before the next program runs.
 """
 
+import contextlib
 import sys
 import typing
 
@@ -51,6 +52,7 @@ class Handle:
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
         self.viewed = False  # a tensor that shares the host memory may be alive
+        self._before: Tensor | None = None  # what it held before the last uncounted write
         self._watched: Tensor | None = None  # what the memory held when it was last looked at, while it may be written without the version counter noticing
         self.differentiated = False  # the loop has used it in autograd's own graph
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
@@ -71,6 +73,7 @@ class Handle:
         """A counter of the loop's own writes; the model's code writes buffers, too."""
         if self._watched is not None and not _same_bits(self.host_value(), self._watched):
             self.writes += 1
+            self._before = self._watched
             self.watch_again()
         if self.kind is Kind.BUFFER:
             return self.writes
@@ -96,6 +99,19 @@ class Handle:
             self._watched = self.host_value().clone() if self.has_alias else None
             if self._watched is None:
                 self.engine.watched.discard(self)
+
+    @contextlib.contextmanager
+    def as_before(self, version: int) -> "typing.Iterator[None]":
+        """Inside, it has the value from before the last uncounted write, and this version."""
+        now, present = self.host_value().clone(), self.version
+        assert self._before is not None, f"nothing was written into {self.name!r} uncounted"
+        self.overwrite(self._before)
+        self.forget_writes(version)
+        try:
+            yield
+        finally:
+            self.overwrite(now)
+            self.forget_writes(present)
 
     def mark_uploaded(self) -> None:
         """The device copy equals the host copy now."""
