@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -47,7 +48,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after the warm-up; it ends at zero by a cosine")
+    parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps in which the learning rate rises linearly")
+    parser.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="total norm that gradients are clipped to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--save", type=pathlib.Path, metavar="DIR", help="write a checkpoint here every --save-every steps and at the end")
@@ -75,8 +78,8 @@ def train(args: argparse.Namespace) -> None:
     first = graphacc.distributed.is_first_process()
     devices = default_devices(args)
     model = graphacc.compile(build_model(args), strategy=args.strategy, devices=devices, precision=args.precision)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(args.steps, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, args))
     progress = Progress()
     if args.resume is not None:
         extra = graphacc.load_checkpoint(args.resume, model, optimizer)
@@ -92,6 +95,7 @@ def train(args: argparse.Namespace) -> None:
         began = time.perf_counter()
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -105,6 +109,12 @@ def train(args: argparse.Namespace) -> None:
     bar.close()
     if first:
         report(args, model, progress)
+
+
+def schedule(step: int, args: argparse.Namespace) -> float:
+    """The part of the learning rate that a step uses: linear warm-up, then a cosine over all steps."""
+    warmup = min(1.0, (step + 1) / max(args.warmup, 1))
+    return warmup * 0.5 * (1 + math.cos(math.pi * step / max(args.steps, 1)))
 
 
 def default_devices(args: argparse.Namespace) -> int | None:
