@@ -753,10 +753,20 @@ class Engine:
             self.bindings[id(optimizer)] = bind(self, optimizer)
         binding = self.bindings[id(optimizer)]
         binding.names, strangers = parameter_names(self, optimizer)  # groups can be added
+        if len(self.bindings) > 1:
+            self._make_way(binding)
         if strangers and binding.by_torch is None:
             binding.by_torch = f"it holds {strangers} parameter(s) that do not belong to the compiled model"
         binding.adopt_state()
         return binding
+
+    def _make_way(self, binding: Binding) -> None:
+        """The devices have one state for each parameter: that of another optimizer of the same parameters comes to the host."""
+        names = set(binding.names)
+        for other in self.bindings.values():
+            if other is not binding and other.state_on_device and not names.isdisjoint(other.names):
+                self.fetch_optimizer_state(other)
+                other.state_on_device = False
 
     def bring_home(self) -> None:
         """What the devices hold comes to the host, to be uploaded again in another layout; not what has no memory there (`Programs.adopt` moves that)."""

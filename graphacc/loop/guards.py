@@ -46,6 +46,7 @@ _REFILLED = (list, dict, set, collections.deque, *_NAMESPACES, numpy.ndarray)  #
 _CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
 _CACHED = functools._lru_cache_wrapper
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 MISSING = object()
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
@@ -476,7 +477,7 @@ class Guards:
             self._place(owner, table, label).note(name, MISSING)  # an attribute of the object would hide that of its class
         if isinstance(value, types.MethodType) and (table is None or name not in table):
             self._note_function(value.__func__, _DEPTH, watch)
-            self._note_class(type(owner), _names_of(getattr(value.__func__, "__code__", None)))
+            self._note_class(type(owner), {name} | _names_of(getattr(value.__func__, "__code__", None)))
             return value
         if table is None or name not in table:
             cls = next((base for base in type(owner).__mro__ if name in vars(base)), None)
@@ -583,7 +584,7 @@ class Guards:
         for base in cls.__mro__:
             if is_user_class(base):
                 for name in names & vars(base).keys():
-                    if isinstance(vars(base)[name], (*_PLAIN, *_MUTABLE, *_CONSUMED)):
+                    if isinstance(vars(base)[name], (*_PLAIN, *_MUTABLE, *_CONSUMED, *_FUNCTIONS)):
                         self._note(base, vars(base), base.__name__, name, vars(base)[name])
                         if name not in vars(cls):  # the class itself may get one
                             self._note(cls, vars(cls), cls.__name__, name, MISSING)
@@ -593,7 +594,7 @@ class Guards:
             self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
         elif callable(value) or not isinstance(value, Tensor):
-            if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            if not isinstance(value, type):
                 self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
 

@@ -201,6 +201,26 @@ def forward_exchanged(m, o, x, y, i):
     return trained(o, F.cross_entropy(m(x), y))
 
 
+def optimizers_in_turn(*make):
+    """Of the same parameters: each goes on from its own state."""
+
+    def in_turn(m, o, x, y, i):
+        optimizers = m.__dict__.setdefault("_optimizers", [one(m) for one in make])
+        return trained(optimizers[i % len(make)], F.cross_entropy(m(x), y))
+
+    return loop(in_turn)
+
+
+def forward_of_the_class_exchanged(m, o, x, y, i):
+    original = type(m).forward
+    if i % 2:
+        type(m).forward = lambda self, x: self.second(self.first(x))
+    try:
+        return trained(o, F.cross_entropy(m(x), y))
+    finally:
+        type(m).forward = original
+
+
 def head_exchanged(m, o, x, y, i):
     """The state of the old weight is not the new one's, though they have one name."""
     if i == 2:
@@ -890,7 +910,7 @@ LOOPS = [
         loop,
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
-            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, alias_written_behind_a_call, forward_exchanged,
+            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, alias_written_behind_a_call, forward_exchanged, forward_of_the_class_exchanged,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, rows_of_numpy_filled_again, targets_filled_again,
             batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
@@ -901,6 +921,7 @@ LOOPS = [
     ),
     loop(zeroed_and_frozen, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1)),
     loop(head_exchanged, lambda m: sgd(m, momentum=0.9)),
+    optimizers_in_turn(lambda m: torch.optim.Adam(m.parameters(), lr=0.05), lambda m: torch.optim.Adam(m.parameters(), lr=0.02, betas=(0.5, 0.9))),
     loop(state_is_edited, adam),
     loop(state_is_replaced, adam),
     loop(state_is_reloaded, adam),
@@ -945,7 +966,7 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "alias_written_behind_a_call", "forward_exchanged", "head_exchanged", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "alias_written_behind_a_call", "forward_exchanged", "forward_of_the_class_exchanged", "head_exchanged", "in_turn", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
 

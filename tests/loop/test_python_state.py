@@ -91,11 +91,15 @@ class Base(nn.Module):
         self.clock = types.SimpleNamespace(ticks=0)
         self.gain = 1.0
 
+    def exchanged(self, x):
+        return x
+
     def by_own_class(self, x):
         return x * type(self).own
 
 
 SHARED = Shared()
+activation = torch.tanh
 
 READS = {
     "namespace": (lambda m, x: x * m.namespace.inner.factors[0], lambda m, i: m.namespace.inner.factors.__setitem__(0, 1.0 + i)),
@@ -107,6 +111,8 @@ READS = {
     "default": (lambda m, x: by_default(x), lambda m, i: by_default.__defaults__[0].__setitem__(0, 1.0 + i)),
     "class": (lambda m, x: x * Shared.factor, lambda m, i: setattr(Shared, "factor", 1.0 + i)),
     "own class": (lambda m, x: m.by_own_class(x), lambda m, i: setattr(Base, "own", 1.0 + i)),
+    "method of the class": (lambda m, x: m.exchanged(x), lambda m, i: setattr(Base, "exchanged", lambda self, x: x * (1.0 + i))),
+    "global function": (lambda m, x: activation(x), lambda m, i: globals().__setitem__("activation", (torch.tanh, torch.sigmoid, torch.relu)[i])),
     "descriptor": (lambda m, x: x * m.described, lambda m, i: setattr(Shared, "factor", 1.0 + i)),
     "dict": (lambda m, x: x * m.__dict__["gain"], lambda m, i: setattr(m, "gain", 1.0 + i)),
     "functions": (lambda m, x: by_five_functions(x), lambda m, i: setattr(SETTINGS, "factor", 1.0 + i)),
@@ -173,7 +179,7 @@ def trained(forward, change, by_pytorch):
 
 
 @pytest.mark.parametrize("name", READS)
-@pytest.mark.default_cases("namespace", "deep", "own class", "reference")
+@pytest.mark.default_cases("namespace", "deep", "own class", "method of the class", "global function", "reference")
 def test_what_the_forward_reads(name):
     forward, change = READS[name]
     trained(forward, change, by_pytorch=False)
