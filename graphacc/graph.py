@@ -59,6 +59,10 @@ CHECKPOINT = "checkpoint"
 """Entry of ``node.meta``: the `Checkpointed` of a call that the user's model checkpoints."""
 
 
+CHUNKED = "chunked"
+"""Entry of ``node.meta``: the call is to be part of a loop over chunks of tokens; of the product that gives the logits, which of its arguments has the tokens."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointed:
     """What ``torch.utils.checkpoint`` says about a call of the forward."""
