@@ -112,6 +112,8 @@ def chunk_pass(count: int) -> Pass:
                 notes.append(_refusal(count, product, error))
                 continue
             lines.append(f"{region.source}: {len(region.nodes)} calls, logits {list(product.meta['val'].shape)} of a rank, in {chunks.body.chunks} chunks")
+            if chunks.body.chunks < count:
+                notes.append(f"loss_chunks={count}: the head at {region.source} is computed in {chunks.body.chunks} chunks: its tokens, or what the loss does to them, cannot be divided by more")
             _replace(step, region, chunks)
             log.rewrote(len(region.nodes))
         log.details = ChunkReport(lines=tuple(lines), notes=tuple(notes))

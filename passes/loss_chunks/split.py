@@ -7,8 +7,9 @@ loss is not computed row by row.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.fx
@@ -22,11 +23,11 @@ from graphacc.passes.edit import Editor, infer, shape_of
 from graphacc.passes.loss_chunks.find import Refused, Region, described
 from graphacc.passes.partition import AxisPlan, assign, write
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides, view_split
-from graphacc.passes.partition.report import source_line
 from graphacc.passes.runner import Log
 
 AXIS = "loss_chunks"
-_MAX_COUNTS = 4  # numbers of chunks that are tried
+_MAX_COUNTS = 6  # numbers of chunks that are tried, from the one that was asked for up, and down
+_PARTS = of_kind(OpKind.PART)
 _RESHAPES = of_kind(OpKind.RESHAPE)
 aten, own = torch.ops.aten, torch.ops.graphacc
 
@@ -50,17 +51,14 @@ def in_chunks(region: Region, count: int) -> Chunks:
     step = _as_step(region)
     names = {node: name.name for node, name in zip(region.inputs, step.placeholders)}
     first: Refused | None = None
-    tried = 0
-    for number in (*range(count, 2 * count + 1), *range(count - 1, 1, -1)):
-        splits = [split for split in _splits(region) if divides(tuple(shape_of(region.hidden)), split, number)]
-        for split in splits:
-            try:
-                return _written(step, region, _planned(step, region, names, split, number))
-            except Refused as error:
-                first = first or error
-        tried += bool(splits)
-        if tried == _MAX_COUNTS:
-            break
+    for numbers in (range(count, 2 * count + 1), range(count - 1, 1, -1)):
+        possible = ((number, splits) for number in numbers if (splits := _splits(region, number)))
+        for number, splits in itertools.islice(possible, _MAX_COUNTS):
+            for split in splits:
+                try:
+                    return _written(step, region, _planned(step, region, names, split, number))
+                except Refused as error:
+                    first = first or error
     raise first or Refused(f"no number of chunks from 2 to {2 * count} divides its tokens, of {shape_of(region.hidden)}")
 
 
@@ -80,15 +78,12 @@ def _as_step(region: Region) -> StepGraph:
     return StepGraph(graph, tuple(inputs), tuple(outputs))
 
 
-def _splits(region: Region) -> Iterator[Shard]:
+def _splits(region: Region, count: int) -> list[Shard]:
     """How the tokens of the hidden states may be split, [T, D] or [B, T, D]: the dims as they are, and those that the loss reads a flat one as."""
-    shape = shape_of(region.hidden)
-    for dim in range(len(shape)):
-        yield Shard(dim)
+    shape = tuple(shape_of(region.hidden))
     outers = {math.prod(view[:i]) for node in region.nodes if node in region.wide for view in [shape_of(node)] for i in range(1, len(view) - 1)}
-    for outer in sorted(outers - {1}):
-        if shape[0] % outer == 0 and outer < shape[0]:
-            yield Shard(0, outer)
+    found = [*(Shard(dim) for dim in range(len(shape))), *(Shard(0, outer) for outer in sorted(outers - {1}))]
+    return [split for split in found if divides(shape, split, count)]
 
 
 def _planned(step: StepGraph, region: Region, names: Mapping[torch.fx.Node, str], split: Shard, count: int) -> AxisPlan:
@@ -114,11 +109,14 @@ def _planned(step: StepGraph, region: Region, names: Mapping[torch.fx.Node, str]
     plan = assign(step, AXIS, count, inputs, homes, lambda shape: None, pins=pins)  # type: ignore[arg-type]
     for move in plan.moves:
         if move.travels:
-            reader = nodes[move.reader]
-            where = source_line(reader.meta.get("stack_trace"))
-            what = nodes[move.value].meta["val"]
-            raise Refused(f"{reader.target}{f' at {where}' if where else ''} needs {move.value} {list(what.shape)} of all tokens ({move.collective}), before one chunk could be finished")
+            raise Refused(_what_moves(nodes[move.reader], nodes[move.value]))
     return plan
+
+
+def _what_moves(reader: torch.fx.Node, value: torch.fx.Node) -> str:
+    what = f"what {described(value)} gives" if value.op == "call_function" else "a value"
+    remedy = "; shift the labels instead of the logits (`F.pad(labels, (0, 1), value=-100)[:, 1:]`)" if reader.target in _PARTS else ""
+    return f"{described(reader)} needs {what} {shape_of(value)} for all tokens, so that no chunk could be finished before the others{remedy}"
 
 
 def _of_view(node: torch.fx.Node, split: Shard, count: int) -> tuple[torch.fx.Node, Shard]:
