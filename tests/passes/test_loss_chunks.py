@@ -19,17 +19,19 @@ from zoo_steps import build, shared_case
 from graphacc.costs.memory import predict_memory
 from graphacc.costs.work import flops_by_dtype, kernels
 from graphacc.errors import StrategyError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import CHUNKED as CHUNKED_MARK
+from graphacc.graph import Kind, Output, StepGraph
 from graphacc.ops.chunked import body_of
 from graphacc.passes.batch import default_batch_dims
+from graphacc.passes.edit import Editor
 from graphacc.passes.hlo.shardings import check_axes
-from graphacc.passes.loss_chunks import ChunkReport
+from graphacc.passes.loss_chunks import ChunkReport, chunk_pass, mark_heads_pass
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import run_passes
+from graphacc.passes.runner import Log, run_passes
 from graphacc.runtime import Program, make_mesh, select_devices
 from graphacc.strategy import Strategy
 
-CHUNKED = torch.ops.graphacc.chunked.default
+AFTER, CHUNKED = torch.ops.graphacc.after.default, torch.ops.graphacc.chunked.default
 VOCAB, HIDDEN, BATCH, SEQ = 64, 8, 4, 12
 
 
@@ -412,3 +414,24 @@ def test_fewer_chunks_than_asked_for_are_said():
     local, reports = passed(step, "loss_chunks=8")
     (note,) = [note for report in reports for note in report.notes]
     assert body_of(*calls(local)).chunks == 4 and "is computed in 4 chunks" in note
+
+
+def test_what_is_ordered_behind_logits_is_ordered_behind_the_loop():
+    """As a gather of a weight is behind a gradient: the loop has no value inside that it could wait for."""
+    case = build(Model(), tokens_of())
+    step = case.joint.copy()
+    mark_heads_pass(4).run(step, Log())
+    (product,) = [node for node in step.graph.nodes if type(node.meta.get(CHUNKED_MARK)) is int]
+    (biased,) = product.users
+    parameters = {item.target: node for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
+    biased.replace_input_with(parameters["head.bias"], Editor(step.graph, biased)(AFTER, parameters["head.bias"], product))  # read by the loop
+    late = Editor(step.graph, biased.next)(AFTER, parameters["layer.bias"], product)  # read by nothing in it
+    outputs = list(step.results)
+    outputs[1:1] = [late]
+    step.graph.output_node().args = (tuple(outputs),)
+    step.outputs = (step.outputs[0], Output(kind=Kind.USER, target="0", shape=(HIDDEN,), dtype=torch.float32), *step.outputs[1:])
+    step = chunk_pass(4).run(step, Log())
+    step.verify()
+    (call,) = calls(step)
+    behind = [node.all_input_nodes[1] for node in step.graph.nodes if node.target is AFTER]
+    assert len(behind) == 2 and sum(node in call.users for node in behind) == 1, behind
