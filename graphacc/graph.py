@@ -12,7 +12,8 @@ Every node carries these entries in ``node.meta``:
 - ``module_path``: the dotted path of the submodule that it came from ("" where there is none);
 - ``stack_trace``: the user's source lines, as torch recorded them ("" where there are none).
 
-A call of the forward inside of ``torch.utils.checkpoint`` has a `Checkpointed` as ``meta[CHECKPOINT]``.
+A call of the forward inside of ``torch.utils.checkpoint`` has a `Checkpointed` as ``meta[CHECKPOINT]``. A pass marks by ``meta[CHUNKED]`` what a loop over
+chunks of tokens is to hold.
 """
 
 import dataclasses
@@ -57,6 +58,10 @@ class Kind(enum.Enum):
 
 CHECKPOINT = "checkpoint"
 """Entry of ``node.meta``: the `Checkpointed` of a call that the user's model checkpoints."""
+
+
+CHUNKED = "chunked"
+"""Entry of ``node.meta``: the call is to be part of a loop over chunks of tokens; of the product that gives the logits, which of its arguments has the tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

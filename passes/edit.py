@@ -124,6 +124,10 @@ class Editor:
         node.meta.update(self.meta, val=value)
         return node
 
+    def item(self, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        return self(operator.getitem, source, index)
+
     def view(self, x: fx.Node, shape: list[int]) -> fx.Node:
         """`x` in another shape, made dense first where strides forbid a view."""
         if list(x.meta["val"].shape) == shape:

@@ -22,6 +22,7 @@ from graphacc.passes.communication import (
 )
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
+from graphacc.passes.loss_chunks import chunk_pass, mark_heads_pass, needs_chunks
 from graphacc.passes.narrow import NARROW_PARAMETERS
 from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, assign
@@ -76,6 +77,9 @@ def build_pipeline(
         passes.append(NARROW_PARAMETERS)
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
         passes.append(mark_pass(strategy, homes))
+    in_chunks = needs_chunks(step, strategy.loss_chunks)
+    if in_chunks:
+        passes.append(mark_heads_pass(strategy.loss_chunks))
     first, passes = passes, []
     if strategy.zero_stage == 3:
         passes.append(REGATHER)
@@ -94,6 +98,8 @@ def build_pipeline(
         passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
+    if in_chunks:
+        passes.append(chunk_pass(strategy.loss_chunks))
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))

@@ -18,6 +18,7 @@ import operator
 import torch
 import torch.fx
 
+from graphacc.costs.memory import loop_bytes
 from graphacc.graph import StepGraph
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
@@ -53,7 +54,7 @@ def problem_from_step(step: StepGraph) -> tuple[Problem, tuple[torch.fx.Node, ..
             name=node.name,
             reads=tuple(sorted({numbers[donated.get(place, place)] for place in reads[node]})),
             writes=tuple(numbers[donated.get((node, i), (node, i))] for i in range(len(_sizes(node)))),
-            workspace=_in_place_workspace(node, reads[node], donated),
+            workspace=_in_place_workspace(node, reads[node], donated) + loop_bytes(node),
         )
         for node in order
     )

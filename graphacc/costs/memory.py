@@ -15,6 +15,7 @@ import torch.fx
 
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.graph import Phase, StepGraph
+from graphacc.ops.chunked import body_of
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
@@ -145,10 +146,24 @@ def _problem(step: StepGraph) -> Problem:
             made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
             places[node] = frozenset(made[node])
             buffers += [Buffer(name=node.name, size=size) for size in _sizes(node)]
-            operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node])))
+            operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node]), workspace=loop_bytes(node)))
     for number in frozenset().union(*(places[node] for node in step.results)):
         buffers[number] = dataclasses.replace(buffers[number], size=0)
     return Problem(operators=tuple(operators), buffers=tuple(buffers))
+
+
+def loop_bytes(node: torch.fx.Node) -> int:
+    """What a loop over chunks stores besides its operands and results: the most of one chunk, its terms of the sums, and sums that are wider than the results."""
+    body = body_of(node)
+    if body is None:
+        return 0
+    step = StepGraph(body.graph, (), ())
+    graph = compile_problem(_problem(step))
+    inside = min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS)
+    wider = sum(
+        value.meta["val"].numel() * body.accumulates_in(i).itemsize for i, value in enumerate(body.values) if body.accumulates_in(i) is not value.meta["val"].dtype
+    )
+    return inside + sum(map(_size_bytes, body.values)) + wider
 
 
 def computed_on_the_fly(node: torch.fx.Node) -> bool:

@@ -23,6 +23,7 @@ import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.costs.fx_problem import is_view
 from graphacc.costs.memory import computed_on_the_fly
 from graphacc.graph import StepGraph
+from graphacc.ops.chunked import Body, body_of
 from graphacc.ops.facts import OpKind, of_kind
 
 _aten, _ops = torch.ops.aten, torch.ops.graphacc
@@ -89,6 +90,11 @@ def flops_by_dtype(step: StepGraph) -> dict[str, float]:
     """Dtype of products ("bf16", "fp32") -> operations of all that have it."""
     found: dict[str, float] = {}
     for node in step.graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            for dtype, flops in flops_by_dtype(StepGraph(body.graph, (), ())).items():
+                found[dtype] = found.get(dtype, 0.0) + body.chunks * flops
+            continue
         flops = _product(node)[0] if node.op == "call_function" else 0.0
         if flops:
             found[_dtype(node)] = found.get(_dtype(node), 0.0) + flops
@@ -106,6 +112,8 @@ def _union(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.N
 
 
 def _work(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.Node, int]]) -> Work:
+    if (body := body_of(node)) is not None:
+        return _loop(body)
     flops, dims = _product(node)
     return Work(
         flops=flops,
@@ -114,6 +122,19 @@ def _work(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.No
         read_bytes=sum(_union(node, reads).values()),
         written_bytes=_size_bytes(node),
         attends=node.target in _ATTENDS,
+    )
+
+
+def _loop(body: Body) -> Work:
+    """All chunks' kernels; the dims and the dtype are those of the largest product."""
+    found = list(kernels(StepGraph(body.graph, (), ())).values())
+    largest = max(found, key=lambda work: work.flops, default=NO_WORK)
+    return Work(
+        flops=body.chunks * sum(work.flops for work in found),
+        dims=largest.dims,
+        dtype=largest.dtype,
+        read_bytes=body.chunks * sum(work.read_bytes for work in found),
+        written_bytes=body.chunks * sum(work.written_bytes for work in found),
     )
 
 

@@ -15,6 +15,7 @@ from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
 from graphacc.loop.mixed import mix_in, own_class
 from graphacc.loop.on_torch_xla import OnTorchXla
+from graphacc.passes.loss_chunks import ChunkReport
 from graphacc.passes.remat import RematReport
 from graphacc.loop.programs import MAX_PROGRAMS, STATE_KINDS, Compiled
 from graphacc.search import Plan
@@ -105,6 +106,8 @@ class CompiledModule(nn.Module):
         reports = [f"{c.kind}, {report}" for c in self.programs for part in c.parts for report in part.passes] if passes else []
         again = [report for c in self.programs for part in c.parts for report in part.passes if isinstance(report.details, RematReport)]
         kept += [] if passes else list(dict.fromkeys(f"computed again in backward:\n{report.details}" for report in again))
+        heads = [] if passes else [line for c in self.programs for part in c.parts for report in part.passes if isinstance(report.details, ChunkReport) for line in report.details.lines]
+        kept += list(dict.fromkeys(f"computed chunk by chunk: {line}" for line in heads))
         choice = self._graphacc_engine.choice
         kept += [] if choice is None or choice.plan is None else [choice.plan.line]
         offload = self._graphacc_engine.programs.offload

@@ -32,6 +32,7 @@ from graphacc.passes.partition.report import forced_notes, without_graphs
 from graphacc.passes.partition.zero import state_split
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
 from graphacc.passes.batch import default_batch_dims, unsplit_note
+from graphacc.passes.loss_chunks import ChunkReport
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import PassReport, run_passes
 from graphacc.passes.stages import owner_of
@@ -430,7 +431,8 @@ class Programs:
         )
         graph, reports = run_passes(graph, [item for item in passes if item.name not in self.without])
         partitions = [report.details for report in reports if isinstance(report.details, PartitionReport)]
-        for text in [text for report in partitions for text in (*report.notes, *forced_notes(report))]:
+        refusals = [text for report in reports if isinstance(report.details, ChunkReport) for text in report.details.notes]
+        for text in [*refusals, *(text for report in partitions for text in (*report.notes, *forced_notes(report)))]:
             if text not in self._notes:
                 self._notes.add(text)
                 log.warning("graphacc: %s", text)

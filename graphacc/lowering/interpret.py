@@ -18,6 +18,7 @@ from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
 from graphacc.lowering.fence import REREADING, read_often
 from graphacc.lowering.registry import Context, find, reason
 from graphacc.lowering.settled import compared_with_themselves, settled
+from graphacc.ops.chunked import body_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,10 @@ def missing(step: StepGraph) -> list[Missing]:
 def _missing(graph: torch.fx.Graph) -> list[Missing]:
     nodes: dict[str, list[torch.fx.Node]] = collections.defaultdict(list)
     for node in graph.nodes:
-        if _is_operator(node) and find(node.target) is None:
-            nodes[str(node.target)].append(node)
+        body = body_of(node)
+        for target in body.targets if body is not None else [node.target] if _is_operator(node) else []:
+            if find(target) is None:
+                nodes[str(target)].append(node)
     return [Missing(op, len(calls), source_line(calls[0]), reason(op)) for op, calls in nodes.items()]
 
 

@@ -38,6 +38,7 @@ from graphacc._compat import jax_ as compat
 from graphacc._compat import probes
 from graphacc.graph import StepGraph
 from graphacc.kernels import library
+from graphacc.ops.chunked import body_of
 from graphacc.runtime.compile_cache import CompileCache
 from graphacc.runtime.replan.loading import whole_module
 
@@ -156,6 +157,7 @@ Numbers = Mapping[fx.Node, int]
 def _numbered(graph: fx.Graph) -> list[tuple[Numbers, fx.Node]]:
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     targets = {node.target for node in numbers if node.op == "call_function"}
+    targets |= {target for node in numbers if (body := body_of(node)) is not None for target in body.targets}
     foreign = {str(target) for target in targets - {operator.getitem}} - lowering.OWN_RULES
     if foreign:
         raise _Unknown(f"the rules of {sorted(foreign)} are not ours")

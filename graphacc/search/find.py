@@ -46,7 +46,7 @@ MARGIN = 0.08
 """Of temporaries, over what is predicted."""
 _SHOWN = 5
 _MODEL_PARALLEL = (TP, "sequence_parallel", CP, "context", EP)
-_PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor")  # fields that decide a profile, besides the local batch
+_PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor", "loss_chunks")  # fields that decide a profile, besides the local batch
 
 Ranking = list[tuple[Strategy, Estimate]]
 

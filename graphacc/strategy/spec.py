@@ -52,6 +52,7 @@ class Strategy:
     frozen_bits: int = 8  # with quantized_weights: weights that are not trained are kept on the devices as codes of so many bits, 8 or 4
     remat: str | tuple[tuple[str, str], ...] = "none"  # what backward computes again besides what the model checkpoints: "none", "blocks" (all but what a block reads), "auto" (what memory_gb asks for), or pairs of a pattern of blocks and what they keep: "all", "cheap", "products" or "inputs"
     memory_gb: float | None = None  # for remat="auto": predicted memory of a device, in 1e9 bytes, that the step must not exceed
+    loss_chunks: int = 1  # the head of a language model and its loss, forward and backward, are computed in so many chunks of the tokens, one after the other, so that no more than one chunk's logits exist; sums over tokens are taken in another order
     offload: str | None = None  # "optimizer": fp32 parameters and the optimizer's state are on the host, which does the update (ZeRO-Offload); devices keep what they compute with
     delay: int = 0  # with offload: 1 lets the host update with the gradients of a step while the devices run the next one; changes numerics
     delay_after: int = 40  # with delay=1: steps that are not delayed before
@@ -63,6 +64,7 @@ class Strategy:
             _check_count(axis, getattr(self, axis))
         _check_count("microbatches", self.microbatches)
         _check_count("chunks", self.chunks)
+        _check_count("loss_chunks", self.loss_chunks)
         _check_count("prefetch", self.prefetch, at_least=0)
         object.__setattr__(self, "stages", _pins(self.stages))
         if self.context not in CONTEXTS:

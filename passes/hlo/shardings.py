@@ -63,6 +63,10 @@ def check_axes(strategy: Strategy) -> None:
             f"{strategy}: offload takes gradients and parameters of a graph of operators, which capture by lazy tensors does not give: leave it out, or use "
             'capture="fx"'
         )
+    if strategy.loss_chunks > 1:
+        raise StrategyError(
+            f"{strategy}: loss_chunks finds the head in a graph of operators, which capture by lazy tensors does not give: leave it out, or use capture=\"fx\""
+        )
     if strategy.remat != "none":
         raise StrategyError(
             f"{strategy}: remat computes operators of a graph again, which capture by lazy tensors does not give: leave it out, or use capture=\"fx\""

@@ -1,9 +1,11 @@
 """Making one rank's part of a tensor that is created from a shape, instead of cutting it out of the whole.
 
 Covers constants, random numbers (a block's bits depend on its place in the global tensor alone) and element-wise
-operators and expansions of those: a dropout mask is drawn for the local samples only.
+operators and expansions of those: a dropout mask is drawn for the local samples only. What is broadcast into an element-wise operator is cut
+instead of the larger result: of one-hot labels [T, V] the labels [T].
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,7 +29,7 @@ def creation_plan(node: torch.fx.Node, split: Shard, call_of: Callable[[torch.fx
     if plan is None:
         return None
     for operand, required in zip(call.operands, plan.operands):
-        if isinstance(required, Shard) and creation_plan(operand.node, required, call_of) is None:
+        if isinstance(required, Shard) and creation_plan(operand.node, required, call_of) is None and math.prod(operand.shape) >= node.meta["val"].numel():
             return None
     return plan
 

@@ -3,7 +3,8 @@
 Forward often saves a parameter for backward as a mere view, permutation or cast. Once parameters are split, that would
 keep the gathered tensor alive from forward to backward. So every such chain that backward reads is written again,
 on ``after(parameter, gradient)``: the partition then gathers a second time, not before that gradient exists, and no
-common-subexpression pass can merge the two.
+common-subexpression pass can merge the two. What a loop over chunks of the loss will hold (``meta[CHUNKED]``) reads the first gather: its forward
+and its backward run together.
 """
 
 import torch
@@ -12,7 +13,7 @@ import torch.fx
 from graphacc.passes.edit import Editor
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.errors import GraphError
-from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.graph import CHUNKED, Kind, Phase, StepGraph
 from graphacc.passes.runner import Log
 from graphacc.passes.stages.values import SEGMENT
 
@@ -28,6 +29,9 @@ def separate_backward_reads(step: StepGraph, log: Log) -> StepGraph:
     last: torch.fx.Node | None = None  # the latest value of backward
     for node in list(step.graph.nodes):
         if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or node in roots:
+            continue
+        if CHUNKED in node.meta:
+            last = node if isinstance(node.meta["val"], torch.Tensor) else last
             continue
         for operand in dict.fromkeys(node.all_input_nodes):
             if operand in roots:
@@ -88,6 +92,7 @@ def verify_backward_reads(step: StepGraph) -> None:
             node.op != "call_function"
             or node.meta["phase"] is not Phase.BACKWARD
             or node in roots
+            or CHUNKED in node.meta
             or node.target is torch.ops.graphacc.after.default
         ):
             continue

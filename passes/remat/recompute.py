@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from graphacc.errors import GraphError
-from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
+from graphacc.graph import CHECKPOINT, CHUNKED, Kind, Phase, StepGraph
 from graphacc.passes.edit import Editor
 from graphacc.passes.remat.regions import always_there
 from graphacc.passes.stages.values import SEGMENT, is_item
@@ -158,7 +158,7 @@ class _Recomputation:
         """The gradient that enters a region, of one that follows from it and parameters alone."""
         while True:
             read = [operand for operand in gradient.all_input_nodes if operand in self.varying and operand not in self.free and operand.op != "placeholder"]
-            if len(read) != 1 or read[0] not in self.gradients or not isinstance(read[0].meta["val"], torch.Tensor):
+            if len(read) != 1 or read[0] not in self.gradients or CHUNKED in read[0].meta or not isinstance(read[0].meta["val"], torch.Tensor):
                 return gradient
             gradient = read[0]
 

@@ -10,7 +10,7 @@ import re
 
 import torch.fx
 
-from graphacc.graph import CHECKPOINT, Kind, Phase, StepGraph
+from graphacc.graph import CHECKPOINT, CHUNKED, Kind, Phase, StepGraph
 from graphacc.passes.stages.units import Unit, block_of, cuts, forward_part, units
 from graphacc.passes.stages.values import SEGMENT, VIEWS, is_item
 
@@ -37,6 +37,9 @@ def find_regions(step: StepGraph, blocks: bool = True) -> Regions:
             found[node] = node.meta[CHECKPOINT].region
     for node in always_there(step):
         found.pop(node, None)
+    for node in step.graph.nodes:  # forward and backward of what a loop over chunks will hold are computed together
+        if CHUNKED in node.meta:
+            found.pop(node, None)
     for node in step.graph.nodes:  # several results stay with the call that gives them
         if is_item(node) and node in found and node.args[0] in found:
             found[node] = found[node.args[0]]

@@ -3,6 +3,7 @@
 from graphacc.lowering.rules import (  # noqa: F401
     activation,
     attention,
+    chunked,
     collectives,
     conv,
     ctc,
