@@ -1189,6 +1189,104 @@ def _(compile):
     return [*seen, average(batches(1)[0][0])]
 
 
+@row("E_workers_and_pinned_memory", alone=True)
+def _(compile):
+    model = compile(net())
+    optimizer = sgd(model)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 16), torch.randint(4, (48,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, num_workers=2, pin_memory=torch.cuda.is_available())
+    return [trained(optimizer, loss_of(model, x, y)) for _ in range(2) for x, y in loader]
+
+
+@step("E_optimizer_step_hooks", optimizer=adam)
+def _(m, o, x, y, i):
+    seen = m.__dict__.setdefault("seen", [])
+    if i == 1:
+        o.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(float(m[0].weight.grad.norm())))
+        o.register_step_post_hook(lambda optimizer, args, kwargs: seen.append(float(m[0].weight.norm())))
+    return [trained(o, loss_of(m, x, y)), sum(seen), len(seen)]
+
+
+@step("E_hyperparameters_change", optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), steps=6)
+def _(m, o, x, y, i):
+    group = o.param_groups[0]
+    group["lr"], group["betas"], group["weight_decay"] = 0.01 / (i + 1), (0.9 - 0.01 * i, 0.999), 0.1 * i
+    return trained(o, loss_of(m, x, y))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.below, self.above = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.above.weight = self.below.weight
+
+    def forward(self, x):
+        return self.above(torch.tanh(self.below(x)))[:, :4]
+
+
+@step("E_tied", make=Tied, optimizer=adam)
+def _(m, o, x, y, i):
+    return trained(o, loss_of(m, x, y))
+
+
+@row("E_untied_in_the_middle")
+def _(compile):
+    model = compile(Tied())
+    optimizer, seen = sgd(model, 0.1), []
+    for i, (x, y) in enumerate(batches()):
+        if i == 2:
+            model.above.weight = nn.Parameter(model.above.weight.detach().clone())
+            optimizer = sgd(model, 0.1)
+        seen.append(trained(optimizer, loss_of(model, x, y)))
+    return seen
+
+
+@row("E_torchmetrics", needs=("torchmetrics",))
+def _(compile):
+    import torchmetrics
+
+    model = compile(net())
+    optimizer, accuracy, mean = sgd(model), torchmetrics.Accuracy("multiclass", num_classes=4), torchmetrics.MeanMetric()
+    for x, y in batches():
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        accuracy.update(out.detach(), y)
+        mean.update(loss.detach())
+        trained(optimizer, loss)
+    return [accuracy.compute(), mean.compute()]
+
+
+@step("E_multi_grad_hook")
+def _(m, o, x, y, i):
+    seen = []
+    with torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), lambda gradients: seen.append(sum(g.norm().item() for g in gradients))):
+        loss = trained(o, loss_of(m, x, y))
+    return [loss, *seen]
+
+
+@step("E_saved_tensors_hooks")
+def _(m, o, x, y, i):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(), torch.from_numpy):
+        loss = loss_of(m, x, y)
+    return trained(o, loss)
+
+
+def of_torch(name, **options):
+    tolerances = {key: options.pop(key) for key in ("tolerance", "parameters", "why") if key in options}
+
+    @row(f"E_torch_{name}", **tolerances)
+    def run(compile):
+        model = compile(nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 4, bias=False)))
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        return [trained(optimizer, loss_of(model, x, y)) for x, y in batches()]
+
+
+for name in ("Adadelta", "Adagrad", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
+    of_torch(name, lr=0.01)
+BY_ROUNDING = "its iterations are in bf16, by which PyTorch's own parameters are 1.2e-3 from those of iterations in float32; with these both agree to 2e-7"
+of_torch("Muon", lr=0.01, tolerance=1e-3, parameters=5e-3, why=BY_ROUNDING)
+
+
 # ---- C: transformers' Trainer, without a subclass
 
 
@@ -1284,7 +1382,7 @@ trainer_row("gradient_checkpointing", gradient_checkpointing=True)
 trainer_row("adafactor", make=tiny_llama, optim="adafactor")  # without biases of keys, whose gradients are rounding noise that Adafactor divides by its size
 trainer_row("varying_lengths", given=lambda: {"data_collator": padded}, data=sentences(40, varying=True))
 trainer_row("no_nan_filter", logging_nan_inf_filter=False)
-trainer_row("torch_compile", torch_compile=True, torch_compile_backend="eager", refusal="compiled by torch.compile|torch.compile|torch_compile")
+trainer_row("torch_compile", torch_compile=True)
 
 
 @row("C_TensorBoard", needs=("transformers", "accelerate", "tensorboard"))
@@ -1680,6 +1778,28 @@ def _():
         return {"past_values": series[:, :32], "future_values": series[:, 32:]}
 
     return PatchTSTForPrediction(PatchTSTConfig(**sizes, **rates)), batch
+
+
+class Contrastive(nn.Module):
+    """Sentences and their paraphrases; the others of the batch are negatives, over all devices."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        rates = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        self.net = BertModel(BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, max_position_embeddings=16, **rates))
+
+    def embed(self, ids):
+        return F.normalize(self.net(ids).last_hidden_state.mean(1), dim=-1)
+
+    def forward(self, ids, others):
+        return F.cross_entropy(self.embed(ids) @ self.embed(others).T * 20, torch.arange(len(ids)))
+
+
+@family("sentence_contrastive")
+def _():
+    return Contrastive(), lambda i: {"ids": words(i)["input_ids"], "others": words(i + 10)["input_ids"]}
 
 
 class WithLoss(nn.Module):
