@@ -222,7 +222,7 @@ class Watch:
             caller = sys._getframe(2)
             while caller.f_code.co_name == "__format__" or caller.f_code.co_filename.endswith(("/loop/promise.py", "/torch/overrides.py")):
                 caller = caller.f_back
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not any(part in caller.f_code.co_filename for part in ("/site-packages/torch/", "/graphacc/")):
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and caller.f_globals.get("__name__", "").split(".")[0] not in ("torch", "graphacc"):
                 numbers.append(value)
             return value
 
