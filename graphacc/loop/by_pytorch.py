@@ -62,7 +62,7 @@ class ByPyTorch:
 
     def _promises_in_modules(self) -> "list[tuple[dict[str, Tensor | None], str, Promise]]":
         """Promises that the loop has put into the model for the time of a call, as `torch.func.functional_call` does: table, name, promise."""
-        tables = [table for module in self.engine.model.modules() for table in (module._parameters, module._buffers)]
+        tables: list[dict] = [table for module in self.engine.model.modules() for table in (module._parameters, module._buffers)]
         return [(table, name, tensor) for table in tables for name, tensor in table.items() if isinstance(tensor, Promise)]
 
     @contextlib.contextmanager

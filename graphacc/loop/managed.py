@@ -21,10 +21,9 @@ from graphacc.loop import trees
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
 
-_EXPOSING = frozenset(
+_ALIASING = frozenset(
     {
         Tensor.data.__get__,
-        Tensor.data.__set__,
         Tensor.numpy,
         Tensor.__array__,
         Tensor.untyped_storage,
@@ -34,8 +33,8 @@ _EXPOSING = frozenset(
 )
 """Functions that give access to the memory without the version counter noticing a later write."""
 
-_ALIASING = _EXPOSING - {Tensor.data.__set__}
-"""Those of them that write nothing themselves."""
+_EXPOSING = _ALIASING | {Tensor.data.__set__}
+"""The same, and what gives the tensor other memory."""
 
 
 class Handle:
@@ -179,7 +178,7 @@ class Handle:
         self.refresh()
         if self.missing:
             return
-        held = self.tensor
+        held: typing.Any = self.tensor
         with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.inference_mode(False), torch.no_grad():
             renewed: typing.Any = held.detach().clone()
         for table in (module._buffers for module in self.engine.model.modules()):
