@@ -31,6 +31,7 @@ class Fakes:
         self._mode = new_fake_mode()
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}  # memory of a fake parameter or buffer -> its name
 
     def of(self, value: "Tensor | Param") -> Tensor:
         """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
@@ -89,9 +90,11 @@ class Fakes:
 
     def owner(self, fake: Tensor) -> Handle | None:
         """The parameter or buffer whose memory a result on fake tensors has: it is a view of it."""
-        memory = _memory(fake)
-        names = (name for name, own in self._managed.items() if name in self.handles and _memory(own) == memory)
-        return next((self.handles[name] for name in names), None)
+        if len(self._names) != len(self._managed):
+            self._names = {_memory(own): name for name, own in self._managed.items()}
+        name = self._names.get(_memory(fake))
+        own = None if name is None else self._managed.get(name)
+        return self.handles.get(name) if own is not None and name is not None and _memory(own) == _memory(fake) else None
 
     def replaced_buffers(self) -> frozenset[str]:
         """The buffers in whose place a call on fakes has put other tensors, which are in the model's tables."""
@@ -118,6 +121,7 @@ class Fakes:
             if fake is None or fake.requires_grad != tensor.requires_grad or (fake.shape, fake.dtype) != (tensor.shape, tensor.dtype):
                 fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
                 self._managed[handle.name] = fake
+                self._names.clear()
             return fake
 
 

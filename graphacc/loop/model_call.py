@@ -1,12 +1,14 @@
 """A call of the model, as a function on a recording."""
 
+import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from graphacc.capture.borrow import TensorsNow
 from graphacc.loop.guards import Written
 
 if typing.TYPE_CHECKING:
@@ -45,11 +47,32 @@ class ModelCall:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = engine.written.get(self, Written())
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
-            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given:
+            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors)
         finally:
             _set_training(modules, now)
+
+
+    @contextlib.contextmanager
+    def _constants(self) -> Iterator[None]:
+        """Parameters that took no gradient when the loop called the model, and take one by now, are constants inside."""
+        now, places, flags = TensorsNow(self.engine.model), [], self.mode[1]
+        handles = list(self.engine.handles.values())
+        for handle, flag in zip(handles, flags) if len(handles) == len(flags) else ():
+            tensor = now.get(handle.name)
+            if tensor is not None and tensor.requires_grad and not (flag[0] if isinstance(flag, tuple) else flag):
+                constant = tensor.detach()
+                tables = (module._parameters for module in self.engine.model.modules())
+                places += [(table, name, tensor, constant) for table in tables for name, held in table.items() if held is tensor]
+        for table, name, _, constant in places:
+            table[name] = typing.cast(nn.Parameter, constant)
+        try:
+            yield
+        finally:
+            for table, name, tensor, constant in places:
+                if table.get(name) is constant:
+                    table[name] = typing.cast(nn.Parameter, tensor)
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

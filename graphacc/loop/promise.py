@@ -278,11 +278,12 @@ def open_tapes(func, leaves: list) -> "list[Tape]":
     """The recordings that a function on these leaves may belong to, oldest first.
 
     One of parameters alone belongs there for its gradient. Without one, as that of ``p.detach()``, it is run on values: what it gives may be the parameter's own memory.
+    So is one that changes a parameter itself, as ``p.requires_grad_(False)``.
     """
     tapes = {leaf.tape.serial: leaf.tape for leaf in leaves if isinstance(leaf, Promise) and not leaf.tape.closed}
     if tapes:
         return [tapes[serial] for serial in sorted(tapes)]
-    if not torch.is_grad_enabled() or func in _WITHOUT_GRADIENT:
+    if not torch.is_grad_enabled() or func in _WITHOUT_GRADIENT or managed.writes_by_name(func):
         return []
     for leaf in leaves:
         handle = managed.handle_of(leaf)

@@ -25,7 +25,7 @@ from graphacc.loop import trees
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
 from graphacc.loop.identity import Identity
-from graphacc.loop.managed import handle_of, writes_by_name
+from graphacc.loop.managed import Handle, handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
@@ -141,6 +141,7 @@ class Tape:
         self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.execution.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self._views: dict[int, tuple[Handle, Tensor]] = {}  # values that are views of a parameter's or buffer's memory, as the loop has it when they are made
         self._forward_key: tuple[tuple[list, list], tuple] | None = None  # of these calls and externals, after backward
 
     # ---- recording
@@ -180,6 +181,8 @@ class Tape:
         if call.replaces is not None and not isinstance(leaves[call.replaces], Promise):
             self._take_over(leaves[call.replaces], counts)
         self.calls.append(call)
+        for index in () if self.engine.is_model(function) else call.results:
+            self._note_view(index)
         self._forget_overwritten(call)
         if call.replaces is not None:
             leaves[call.replaces].bind(self, call.results[0])
@@ -648,19 +651,26 @@ class Tape:
             value = self._concrete[index] = value()
         return value
 
+    def _note_view(self, index: int) -> None:
+        """Keep the memory that a value shares with a parameter: another one may take its place (``p.data = ...``)."""
+        fake = self.values[index]
+        if fake._is_view() and (handle := self.engine.fakes.owner(fake)) is not None and not handle.frees_host:
+            self._views[index] = handle, handle.host_value().as_strided(fake.size(), fake.stride(), fake.storage_offset())
+
     def _view_of_parameter(self, index: int) -> Tensor | None:
         """What a value is that is a view of a parameter: the parameter's memory, which changes with it, and in autograd's graph if that is where the value is used."""
-        fake = self.values[index]
-        if not fake._is_view() or (self.is_eager and self.region is None) or (handle := self.engine.fakes.owner(fake)) is None:
+        if index not in self._views or (self.is_eager and self.region is None):
             return None
+        handle, view = self._views[index]
         handle.refresh()
         handle.viewed = True
-        place = fake.size(), fake.stride(), fake.storage_offset()
+        fake, own = self.values[index], handle.tensor
         if fake.requires_grad and torch.is_grad_enabled() and (self.closed or self.region is not None):
             handle.differentiated = True
             with torch._C.DisableTorchFunctionSubclass():
-                return handle.tensor.as_strided(*place)
-        return handle.host_value().as_strided(*place)
+                if _memory(own) == _memory(view):
+                    return own.as_strided(fake.size(), fake.stride(), fake.storage_offset())
+        return view
 
     def has_value(self, index: int) -> bool:
         return index in self._concrete
