@@ -101,6 +101,7 @@ class Engine:
         self.gradients = Gradients(self)
         self.by_pytorch = ByPyTorch(self)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
+        self.grad_modes = 0  # how often the loop has set requires_grad of a parameter
         self.watched: set[Handle] = set()  # what may be written uncounted
         self.template: Tape | None = None  # the last finished recording: numbers are compared with those in it
         self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly

@@ -45,7 +45,7 @@ class Execution:
 
     def joint(self, tape: Tape) -> build.Step:
         code = tape.forward_key if tape.bucket is None else tape.bucket
-        key = (self.engine.fallback.backend.name, code, tape.loss, tuple(tape.outputs))
+        key = (self.engine.fallback.backend.name, code, tape.loss, tuple(tape.outputs), tape.frozen)
         if key not in self._joints:
             capture = self._joint_capture(tape)
             self._joints[key] = capture(tape) if tape.bucket is None else tape.bucket.take(_joint_program(tape), capture)
@@ -314,7 +314,7 @@ class Execution:
         if tape.bucket is not None:
             code, batch = tape.bucket.code, tuple((index, *tape.bucket.tape.external_key(index)) for index, *_ in batch)
         batch = BatchForms.of(batch, tuple(tape.external_paths[index] for index, *_ in batch))
-        return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss)}
+        return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss, tape.frozen)}
 
     def _run(
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None
@@ -407,7 +407,7 @@ class Execution:
 
 def _joint_program(tape: Tape) -> tuple:
     """What tells forward and backward of a recording from other programs of it."""
-    return ("joint", tape.loss, tuple(tape.outputs))
+    return ("joint", tape.loss, tuple(tape.outputs), tape.frozen)
 
 
 def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:

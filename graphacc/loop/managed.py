@@ -29,6 +29,7 @@ _ALIASING = frozenset(
         Tensor.untyped_storage,
         Tensor.data_ptr,
         Tensor.__dlpack__,
+        Tensor.share_memory_,  # to other processes
     }
 )
 """Functions that give access to the memory without the version counter noticing a later write."""
@@ -371,6 +372,7 @@ _METADATA = frozenset(
         Tensor.nelement,
         Tensor.requires_grad.__get__,
         Tensor.requires_grad_,
+        Tensor.requires_grad.__set__,
         Tensor.detach_,
         Tensor.size,
         Tensor.dim,
@@ -378,6 +380,8 @@ _METADATA = frozenset(
     }
 )
 
+
+_GRAD_MODE = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})
 
 _LIKE = frozenset({torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like})
 """Functions that look at shape, dtype and device alone."""
@@ -545,6 +549,8 @@ def settled(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 def prepare(func, args: tuple, kwargs: dict) -> None:
     """Before `func` runs on host values: bring its managed arguments up to date, and note whose memory it gives access to."""
+    if func in _GRAD_MODE and (handle := handle_of(args[0])) is not None:
+        handle.engine.grad_modes += 1
     if func in _METADATA or func in _LIKE:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     exposes = func in _EXPOSING
@@ -559,7 +565,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
             handle.allocate()
         handle.refresh()
         touched.append(handle)
-        writes = writes_by_name(func)
+        writes = writes_by_name(func) and func not in _ALIASING
         if func in _ALIASING and not making:
             handle.engine.before_exposure(handle)
         if writes and not making:

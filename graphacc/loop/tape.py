@@ -25,6 +25,7 @@ from graphacc.loop import trees
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
 from graphacc.loop.identity import Identity
+from graphacc.graph import Kind
 from graphacc.loop.managed import Handle, handle_of, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
@@ -125,6 +126,8 @@ class Tape:
         self.external_versions: list[int] = []  # version counters when they were recorded
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
+        self.grad_modes = engine.grad_modes
+        self.frozen: frozenset[str] = frozenset()  # parameters that took a gradient in its calls, and take none at its backward
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss
         self.grad_values: dict[str, int] = {}  # parameter name -> value index of the gradient that backward gave
@@ -630,6 +633,8 @@ class Tape:
             raise NotRecorded("it has arguments (gradient, retain_graph, create_graph or inputs)")
         self.loss = loss.index
         self.backward_at = len(self.calls)
+        if self.grad_modes != self.engine.grad_modes:
+            self.frozen = frozenset(handle.name for handle in self.engine.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
         self.engine.gradients.backward(self)
 
     def live(self) -> list[int]:

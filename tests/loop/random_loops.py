@@ -495,11 +495,11 @@ def read_buffers(run):
 
 
 BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
-AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state]
+AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state, freeze]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
     assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
-    call_and_read, statistics, read_buffers, eval_mode, take_alias, take_view, look_at_state, average,
+    call_and_read, statistics, read_buffers, eval_mode, take_alias, take_view, look_at_state, average, freeze,
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,

@@ -192,6 +192,14 @@ def frozen_behind_a_call(m, o, x, y, i):
     return [loss.item(), seen, float(sum(p.requires_grad for p in m.parameters()))]
 
 
+def frozen_between_call_and_backward(m, o, x, y, i):
+    loss = F.cross_entropy(m(x), y)
+    for p in m.first.parameters():
+        p.requires_grad = i % 2 == 0
+    m.second.requires_grad_(i != 2)
+    return trained(o, loss)
+
+
 def frozen_between_two_calls(m, o, x, y, i):
     """A call takes gradients for the parameters that took one when it was made, and still do at backward."""
     other = m(x * 0.2).pow(2).mean()
@@ -935,7 +943,7 @@ LOOPS = [
         loop,
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
-            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, frozen_behind_a_call, frozen_between_two_calls, view_of_memory_that_is_replaced, alias_written_behind_a_call, forward_exchanged, forward_of_the_class_exchanged,
+            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, frozen_behind_a_call, frozen_between_call_and_backward, frozen_between_two_calls, view_of_memory_that_is_replaced, alias_written_behind_a_call, forward_exchanged, forward_of_the_class_exchanged,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, rows_of_numpy_filled_again, targets_filled_again,
             batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
@@ -991,7 +999,7 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "frozen_behind_a_call", "frozen_between_two_calls", "view_of_memory_that_is_replaced", "alias_written_behind_a_call", "forward_exchanged", "forward_of_the_class_exchanged", "head_exchanged", "in_turn", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "frozen_behind_a_call", "frozen_between_call_and_backward", "frozen_between_two_calls", "view_of_memory_that_is_replaced", "alias_written_behind_a_call", "forward_exchanged", "forward_of_the_class_exchanged", "head_exchanged", "in_turn", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
 
