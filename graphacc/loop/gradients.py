@@ -43,7 +43,9 @@ class Gradients:
                 self.engine.refuse(tape, error)
                 loss, tape.loss, tape.backward_at = tape.loss, None, None
                 self.engine.by_pytorch.run(tape, str(error))
-                tape.value(loss).backward()
+                value = tape.value(loss)
+                if value.requires_grad:  # else all that took a gradient was frozen since, and backward() gives none
+                    value.backward()
                 return
             self.pending = tape
             for output in joint.outputs:

@@ -352,7 +352,10 @@ class SpentGradient(Tensor):
 
 _CLEARING = frozenset({Tensor.zero_, torch._foreach_zero_})
 _CONVERTING = frozenset({Tensor.to, Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.data.__set__})
-_METADATA = frozenset(
+_GRAD_MODE = frozenset({Tensor.requires_grad_, typing.cast(typing.Any, Tensor.requires_grad).__set__})
+"""Functions that say whether a tensor takes a gradient."""
+
+_METADATA = _GRAD_MODE | frozenset(
     {
         Tensor.is_floating_point,
         Tensor.is_complex,
@@ -371,8 +374,6 @@ _METADATA = frozenset(
         Tensor.storage_offset,
         Tensor.nelement,
         Tensor.requires_grad.__get__,
-        Tensor.requires_grad_,
-        Tensor.requires_grad.__set__,
         Tensor.detach_,
         Tensor.size,
         Tensor.dim,
@@ -380,8 +381,6 @@ _METADATA = frozenset(
     }
 )
 
-
-_GRAD_MODE = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})
 
 _LIKE = frozenset({torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like})
 """Functions that look at shape, dtype and device alone."""
