@@ -42,7 +42,7 @@ from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
 from graphacc.loop.model_call import ModelCall
 from graphacc.loop.optimizers import Binding, bind, inner_optimizers, parameter_names
 from graphacc.loop.programs import Programs
-from graphacc.loop.promise import NotRecorded, Promise
+from graphacc.loop.promise import NotRecorded, Promise, written_too_early
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
 from graphacc.runtime import ranges
@@ -436,6 +436,7 @@ class Engine:
         for handle in before.values():
             if id(handle) not in current:
                 handle.tensor._graphacc_handle = None  # an ordinary tensor again
+                self.watched.discard(handle)
         self.structure = Structure(self.model)
         with torch._C.DisableTorchFunctionSubclass():
             self._persistent = set(self.model.state_dict(keep_vars=True))
@@ -450,7 +451,11 @@ class Engine:
         return tape
 
     def end_if_written(self) -> None:
-        """An open recording ends where parameters were written uncounted since it began: what the loop can see of it is computed with the values from before."""
+        """An open recording ends where parameters were written uncounted since it began: what the loop can see of it is computed with the values from before.
+
+        Raises:
+            LoopError: they were written several times since, so that these values are not known.
+        """
         tape = self.tape
         if not self.watched or tape is None or tape.closed or tape.backward_at is not None:
             return
@@ -458,6 +463,8 @@ class Engine:
         if not written:
             return
         held = tape.live()
+        if unknown := next((handle for handle in written if not handle.knows(tape.parameter_versions[handle.name])), None):
+            raise written_too_early(unknown.name)
         with contextlib.ExitStack() as stack:
             for handle in written:
                 stack.enter_context(handle.as_before(tape.parameter_versions[handle.name]))

@@ -691,10 +691,11 @@ class Structure:
         self._tables = tables
         self._held = [value for table in tables for value in table.values()]
         self._sizes = [len(table) for table in tables]
+        self._counts = collections.Counter(map(id, self._held))
 
     def count(self, tensor: Tensor) -> int:
         """In how many places the modules hold a tensor."""
-        return sum(held is tensor for held in self._held)
+        return self._counts[id(tensor)]
 
     def is_current(self) -> bool:
         """Whether all of them are still there, and nothing else is."""

@@ -52,8 +52,8 @@ class Handle:
         self.uploaded_version = -1  # version counter of the host copy that the device copy equals
         self.exposed = False  # the host memory can be written without the version counter noticing
         self.viewed = False  # a tensor that shares the host memory may be alive
-        self._before: Tensor | None = None  # what it held before the last uncounted write
-        self._watched: Tensor | None = None  # what the memory held when it was last looked at, while it may be written without the version counter noticing
+        self._before: tuple[int, Tensor] | None = None  # a version, and what the memory held then, which an uncounted write has replaced
+        self._watched: tuple[int, Tensor] | None = None  # the same of when it was last looked at, while it may be written without the version counter noticing
         self.differentiated = False  # the loop has used it in autograd's own graph
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
         self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
@@ -71,10 +71,15 @@ class Handle:
     @property
     def version(self) -> int:
         """A counter of the loop's own writes; the model's code writes buffers, too."""
-        if self._watched is not None and not _same_bits(self.host_value(), self._watched):
-            self.writes += 1
+        if self._watched is not None and not _same_bits(self.host_value(), self._watched[1]):
             self._before = self._watched
+            self.writes += 1
             self.watch_again()
+        return self._counted
+
+    @property
+    def _counted(self) -> int:
+        """`version`, of the writes that are known."""
         if self.kind is Kind.BUFFER:
             return self.writes
         with torch._C.DisableTorchFunctionSubclass():
@@ -86,26 +91,31 @@ class Handle:
             self.writes = version
         else:
             self._refreshes += self.version - version
+        self.watch_again()
 
     def watch(self) -> None:
         """Something gets access to the memory that can write it uncounted: as long as it is alive, values are compared."""
         if self._watched is None:
-            self._watched = self.host_value().clone()
+            self._watched = self._counted, self.host_value().clone()
             self.engine.watched.add(self)
 
     def watch_again(self) -> None:
         """The memory was written, but not by the loop uncounted."""
         if self._watched is not None:
-            self._watched = self.host_value().clone() if self.has_alias else None
+            self._watched = (self._counted, self.host_value().clone()) if self.has_alias else None
             if self._watched is None:
                 self.engine.watched.discard(self)
 
+    def knows(self, version: int) -> bool:
+        """Whether the value that it had at an earlier version is that from before the last uncounted write."""
+        return self._before is not None and self._before[0] == version
+
     @contextlib.contextmanager
     def as_before(self, version: int) -> "typing.Iterator[None]":
-        """Inside, it has the value from before the last uncounted write, and this version."""
+        """Inside, it has the value and the version from before the last uncounted write."""
         now, present = self.host_value().clone(), self.version
-        assert self._before is not None, f"nothing was written into {self.name!r} uncounted"
-        self.overwrite(self._before)
+        assert self._before is not None and self.knows(version), f"{self.name!r} has no value of version {version}"
+        self.overwrite(self._before[1])
         self.forget_writes(version)
         try:
             yield

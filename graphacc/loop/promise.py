@@ -303,4 +303,26 @@ def run_on_values(func, args: tuple, kwargs: dict):
 
 def to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The same arguments with values in the place of promises."""
-    return trees.map_only(Promise, lambda promise: promise.tape.value(promise.index), (args, kwargs))
+    return trees.map_only(Promise, _value, (args, kwargs))
+
+
+def _value(promise: Promise) -> Tensor:
+    tape, index = promise.tape, promise.index
+    value = tape.value(index)
+    if tape.overwritten is not None and torch.is_grad_enabled() and tape.values[index].requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _WrittenTooEarly.apply(value.detach().requires_grad_(), tape.overwritten)
+    return value
+
+
+class _WrittenTooEarly(torch.autograd.Function):
+    """A value of a recording that has no way back, since a parameter was written: what follows from it says so in backward."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        raise written_too_early(ctx.name)

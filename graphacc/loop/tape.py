@@ -127,7 +127,7 @@ class Tape:
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
         self.grad_modes = engine.grad_modes
-        self.frozen: frozenset[str] = frozenset()  # parameters that took a gradient in its calls, and take none at its backward
+        self.frozen: frozenset[str] = frozenset()  # parameters that take no gradient at its backward, if the loop has set that of any since it began
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss
         self.grad_values: dict[str, int] = {}  # parameter name -> value index of the gradient that backward gave

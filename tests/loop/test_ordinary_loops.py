@@ -229,6 +229,19 @@ def alias_written_behind_a_call(m, o, x, y, i):
     return [trained(o, F.cross_entropy(m(x), y)).item(), seen.item(), m.drop.running_mean.sum().item()]
 
 
+def alias_of_a_layer_that_is_replaced(m, o, x, y, i):
+    """It is no parameter any more: what the loop writes into it changes nothing."""
+    weight = m.__dict__.setdefault("_alias", m.second.weight.data)
+    if i == 2:
+        torch.manual_seed(3)
+        m.second = nn.Linear(8, 3)
+        o.param_groups[0]["params"] = list(m.parameters())
+    out = m(x)
+    if i > 2:
+        weight.add_(1.0)
+    return [trained(o, F.cross_entropy(out, y)).item(), weight.sum().item()]
+
+
 def forward_exchanged(m, o, x, y, i):
     m.drop.forward = (lambda t: t * 2) if i % 2 else nn.Dropout.forward.__get__(m.drop)
     return trained(o, F.cross_entropy(m(x), y))
@@ -943,7 +956,7 @@ LOOPS = [
         loop,
         [
             forward_method, submodules, another_method, functional_use, model_and_submodule, submodule_then_model, alternating_ways, functional_call,
-            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, frozen_behind_a_call, frozen_between_call_and_backward, frozen_between_two_calls, view_of_memory_that_is_replaced, alias_written_behind_a_call, forward_exchanged, forward_of_the_class_exchanged,
+            functional_call_behind_a_read, alias_written_later, state_reloaded_behind_a_read, view_of_a_frozen_weight, view_read_and_written_after_the_step, view_behind_another_way, norms_logged, frozen_behind_a_call, frozen_between_call_and_backward, frozen_between_two_calls, view_of_memory_that_is_replaced, alias_written_behind_a_call, alias_of_a_layer_that_is_replaced, forward_exchanged, forward_of_the_class_exchanged,
             scaled_gradients, scaled_and_clipped, infinite_loss_is_skipped, manual_data_assignment, manual_data_add_after_reading, manual_no_grad_update,
             manual_alpha, wasserstein_clamp, numpy_alias_is_written, alias_taken_between_the_forward_and_two_backwards, accumulates_over_a_frozen_layer, alias_is_read, clamped_between_backward_and_step, batch_scaled_after_the_call, rows_of_numpy_filled_again, targets_filled_again,
             batch_written_where_pytorch_runs, loss_hook, output_hook, retained_gradient,
@@ -999,7 +1012,7 @@ def assert_same(run, strategy=None, model=None, **options):
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
-@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "frozen_behind_a_call", "frozen_between_call_and_backward", "frozen_between_two_calls", "view_of_memory_that_is_replaced", "alias_written_behind_a_call", "forward_exchanged", "forward_of_the_class_exchanged", "head_exchanged", "in_turn", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
+@pytest.mark.default_cases("forward_method", "model_and_submodule", "functional_call_behind_a_read", "alias_written_later", "state_reloaded_behind_a_read", "view_of_a_frozen_weight", "view_read_and_written_after_the_step", "view_behind_another_way", "norms_logged", "frozen_behind_a_call", "frozen_between_call_and_backward", "frozen_between_two_calls", "view_of_memory_that_is_replaced", "alias_written_behind_a_call", "alias_of_a_layer_that_is_replaced", "forward_exchanged", "forward_of_the_class_exchanged", "head_exchanged", "in_turn", "scaled_gradients", "manual_data_add_after_reading", "numpy_alias_is_written", "alias_taken_between_the_forward_and_two_backwards", "accumulates_over_a_frozen_layer", "batch_written_where_pytorch_runs", "output_hook", "two_backwards", "post_accumulate_hook", "gradient_norm_logged", "sharpness_aware", "late_parameter_hook", "with_closure", "state_is_reloaded", "state_of_a_frozen_layer_is_edited", "random_start_True_False", "fills_gradients", "running_total_not_in_place", "total_in_a_tensor_seen_by_a_view")
 def test_a_loop_gives_what_plain_pytorch_gives(run):
     assert_same(run)
 
@@ -1027,6 +1040,18 @@ def test_a_parameter_written_through_an_alias_before_backward_is_refused():
     with pytest.raises(LoopError, match="'second.weight' was written between the model's call and backward"):
         loss.backward()
         model.second.weight.grad.sum().item()
+
+
+def test_a_loss_that_is_computed_behind_a_write_is_refused_in_backward():
+    model = compiled(Net(), None)
+    x, y = data()[0]
+    out = model(x)
+    with torch.no_grad():
+        model.second.weight.mul_(0.9)
+    loss = F.cross_entropy(out, y)
+    assert loss.item() == pytest.approx(F.cross_entropy(out.detach(), y).item())  # of the values from before
+    with pytest.raises(LoopError, match="'second.weight' was written between the model's call and backward"):
+        loss.backward()
 
 
 def test_a_write_into_a_parameter_through_a_recorded_view_is_refused():
