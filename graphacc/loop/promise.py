@@ -311,7 +311,7 @@ def _value(promise: Promise) -> Tensor:
     value = tape.value(index)
     if tape.overwritten is not None and torch.is_grad_enabled() and tape.values[index].requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            return _WrittenTooEarly.apply(value.detach().requires_grad_(), tape.overwritten)
+            return typing.cast(Tensor, _WrittenTooEarly.apply(value.detach().requires_grad_(), tape.overwritten))
     return value
 
 
