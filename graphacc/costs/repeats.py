@@ -14,7 +14,8 @@ every operand from outside is
 So a run of equal blocks is a scan, and a shorter scan is a step of the same kind: the first block behind the dropped ones reads what
 the last one before them hands on, and that one what the first one hands back. What is read elsewhere is read of every block (the terms of
 an auxiliary loss, the norms of all gradients) or forbids the reduction; a value of a block that is left then takes the dropped one's place,
-so that every shape stays. Blocks that alternate (one of six with full attention) repeat in groups.
+so that every shape stays. Where the blocks' values are summed up one by one, a sum's steps for the dropped blocks are left out with them.
+Blocks that alternate (one of six with full attention) repeat in groups.
 
 What a match leaves out changes no cost: the random stream of a dropout, which part of a shared value is read, the number of a parameter group.
 """
@@ -292,14 +293,14 @@ class _Blocks:
     def sum_of(self, node: Node) -> Node:
         """The last of a chain of additions outside of blocks, which sums up what blocks give; of another call, itself."""
         chain = []
-        while self._adds(node) and node not in self.sums and len(node.users) == 1 and self._adds(user := next(iter(node.users))):
+        while self.adds(node) and node not in self.sums and len(node.users) == 1 and self.adds(user := next(iter(node.users))):
             chain.append(node)
             node = user
         last = self.sums.get(node, node)
         self.sums.update(dict.fromkeys(chain, last))
         return last
 
-    def _adds(self, node: Node) -> bool:
+    def adds(self, node: Node) -> bool:
         return node.target is aten.add.Tensor and node not in self.block
 
 
@@ -489,10 +490,16 @@ def _without(
         same = first[blocks.numbers[node]]
         weights[same] = weights.get(same, counts[same.name]) + counts[node.name]
 
+    sums = _sums_without(step, blocks, stands_in, gone)
+    for node, (_, twin) in sums.items():
+        weights[twin] = weights.get(twin, counts[twin.name]) + counts[node.name]
+
     graph = Graph()
     copies: dict[Node, Node] = {}
 
     def operand(reader: Node, node: Node) -> Node:
+        while node in sums:
+            node = sums[node][0]
         if node not in gone:
             return node
         before, behind = stands_in[node]
@@ -501,7 +508,7 @@ def _without(
         return before if blocks.block[node] < blocks.block[reader] else behind
 
     for node in step.graph.nodes:
-        waiting = [node] if node.op != "output" and node not in gone else []
+        waiting = [node] if node.op != "output" and node not in gone and node not in sums else []
         while waiting:  # for operands that came earlier in a dropped block
             node = waiting[-1]
             missing = [x for x in (operand(node, x) for x in node.all_input_nodes) if x not in copies] if node not in copies else []
@@ -519,3 +526,20 @@ def _without(
     result = StepGraph(graph=graph, inputs=inputs, outputs=outputs, constants=constants)
     result.verify()
     return result, {copy.name: weights.get(node, counts[node.name]) for node, copy in copies.items()}
+
+
+def _sums_without(step: StepGraph, blocks: _Blocks, stands_in: Mapping[Node, tuple[Node, Node]], gone: set[Node]) -> dict[Node, tuple[Node, Node]]:
+    """Additions outside of blocks, of a value of a dropped one to a sum over blocks -> the sum before, and the addition that stands for it."""
+    results = set(step.results)
+    found: dict[Node, tuple[Node, Node]] = {}
+    for node in step.graph.nodes:
+        if not blocks.adds(node) or node in gone or node in results or len(node.all_input_nodes) != 2:
+            continue
+        for term, total in itertools.permutations(node.all_input_nodes):
+            if term not in stands_in or total in gone or _description(total) != _description(node):
+                continue
+            twins = {user for x in stands_in[term] for user in x.users if blocks.adds(user) and blocks.sum_of(user) is blocks.sum_of(node)}
+            if twins:
+                found[node] = total, min(twins, key=blocks.order.__getitem__)
+                break
+    return found

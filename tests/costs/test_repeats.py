@@ -315,6 +315,23 @@ def test_a_block_that_a_later_part_reads_is_left(detach):
     assert found[-1][1][-1] == "layers.8" and found[-1][0] >= 5
 
 
+def test_a_sum_that_each_block_adds_to_grows_with_the_blocks():
+    """The counts of a router's tokens by expert, as transformers adds them up (not differentiable: all blocks are alike)."""
+
+    def extra(hidden):
+        total = torch.zeros(WIDTH)
+        for x in hidden[1:]:
+            total = total + (x.detach() > 0).sum(0)
+        return total.sum()
+
+    steps = [captured(Chain([Block() for _ in range(layers)], extra), {"x": torch.randn(4, WIDTH)})[1] for layers in (3, 4, 7)]
+    *short, seven = steps
+    assert sums(seven)["nodes", "aten.add.Tensor"] > sums(short[0])["nodes", "aten.add.Tensor"]
+    for step, keep in ((short[0], 2), (short[1], 2), (short[1], 3)):
+        reduced = reduce_repeats(step, keep).of_depth(7)
+        assert sums(reduced.step, reduced.counts) == sums(seven)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
