@@ -17,6 +17,7 @@ chunks of tokens is to hold.
 """
 
 import dataclasses
+import functools
 import enum
 import operator
 from collections.abc import Callable, Iterable
@@ -280,5 +281,10 @@ def _verify_node(node: torch.fx.Node) -> None:
     if node.op == "call_function" and node.target is not operator.getitem:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise GraphError(f"node {node.name!r} calls {node.target!r}: only operator overloads and operator.getitem are allowed")
-        if node.target._schema.is_mutable:
+        if _mutates(node.target):
             raise GraphError(f"node {node.name!r} calls {node.target}, which mutates its argument: a StepGraph is functional")
+
+
+@functools.cache
+def _mutates(target: torch._ops.OpOverload) -> bool:
+    return target._schema.is_mutable

@@ -28,7 +28,8 @@ class Without(types.ModuleType):
 
     def __init__(self, module: types.ModuleType, name: str):
         super().__init__(module.__name__)
-        vars(self).update(_module=module, _name=name, __path__=getattr(module, "__path__", []))
+        public = getattr(module, "__all__", [other for other in dir(module) if not other.startswith("_")])
+        vars(self).update(_module=module, _name=name, __path__=getattr(module, "__path__", []), __all__=[other for other in public if other != name])
 
     def __getattr__(self, name: str):
         module, absent = vars(self)["_module"], vars(self)["_name"]

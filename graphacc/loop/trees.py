@@ -39,9 +39,18 @@ def leaves(tree: object) -> list[Any]:
 
 def map_only(kind: type, function: Callable, tree):
     """`pytree.tree_map_only`; a tree without such a leaf is given back as it is."""
-    if not any(isinstance(leaf, kind) for leaf in leaves(tree)):
-        return tree
-    return pytree.tree_map_only(kind, function, tree)
+    return _mapped(kind, function, tree) if any(isinstance(leaf, kind) for leaf in leaves(tree)) else tree
+
+
+def _mapped(kind: type, function: Callable, node):
+    if isinstance(node, kind):
+        return function(node)
+    form = type(node)
+    if form is tuple or form is list:
+        return form([_mapped(kind, function, child) for child in node])
+    if form is dict:
+        return {key: _mapped(kind, function, child) for key, child in node.items()}
+    return pytree.tree_map_only(kind, function, node)
 
 
 def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:

@@ -37,6 +37,8 @@ def test_trees_are_taken_apart_as_torch_does(seed: int):
         assert spec == torchs
         assert trees.flatten(tree)[1] is spec
         assert trees.paths(spec) == [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+        given = trees.map_only(torch.Tensor, id, tree)
+        assert given == pytree.tree_map_only(torch.Tensor, id, tree) and pytree.tree_structure(given) == torchs
 
 
 def test_other_forms_have_other_specs():
