@@ -17,8 +17,8 @@ chunks of tokens is to hold.
 """
 
 import dataclasses
-import functools
 import enum
+import functools
 import operator
 from collections.abc import Callable, Iterable
 

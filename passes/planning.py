@@ -12,13 +12,14 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from graphacc import collector
 from graphacc.graph import Input, Output, StepGraph
 from graphacc.passes.partition import AxisPlan, Move, write
 from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.passes.partition.write import signature
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import Log, Pass, without_collection
+from graphacc.passes.runner import Log, Pass
 from graphacc.strategy.spec import Strategy
 
 _MAX_KEPT = 32  # graphs
@@ -124,7 +125,7 @@ class Planner:
         Raises:
             StrategyError: the strategy does not fit the step, as in `build_pipeline`.
         """
-        with without_collection():
+        with collector.paused():
             return self._planned(strategy.within_stage)
 
     def _planned(self, strategy: Strategy) -> StepPlan:

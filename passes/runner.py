@@ -4,13 +4,12 @@ A pass takes a StepGraph and gives one, in place or new. Its parameters are boun
 the runner knows no pass by name. After every pass the runner checks the graph and says which pass broke it.
 """
 
-import contextlib
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from graphacc import collector
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import StepGraph
 
@@ -76,47 +75,11 @@ def run_passes(
     shown = {item.name for item in passes} if debug is True else set(debug or ())
     select(passes, shown)
     reports = []
-    with without_collection():
+    with collector.paused():
         for item in passes:
             step, report = _run_one(step, item, item.name in shown)
             reports.append(report)
     return step, reports
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No cyclic garbage collection inside: passes make many objects that live on, over all of which it would go again and again.
-
-    Nor one over them right behind it: what was made counts as old from then on.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            _count_as_old()
-            gc.enable()
-
-
-_MAX_UNSEEN = 1_500_000
-_unseen = 0  # objects that were made old since a whole collection of ours
-
-
-def _count_as_old() -> None:
-    """Hand all objects to the oldest generation, without looking at any (``gc.freeze`` and back); whole collections see them.
-
-    Python's own rule for when one of these is due does not count what is handed over, so one is made after `_MAX_UNSEEN` objects.
-    """
-    global _unseen
-    if gc.get_freeze_count():  # the user's own, which `unfreeze` would undo
-        return
-    _unseen += gc.get_count()[0]
-    if _unseen > _MAX_UNSEEN:
-        gc.collect()
-        _unseen = 0
-    gc.freeze()
-    gc.unfreeze()
 
 
 def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassReport]:

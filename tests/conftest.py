@@ -27,7 +27,7 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     """The 600,000 objects of the imports are not searched for cycles again and again, which took about a tenth of the time.
 
-    They become old and are not frozen: beside frozen objects the passes leave their own to the collector (`runner.without_collection`).
+    They become old and are not frozen: beside frozen objects the passes leave their own to the collector (`collector.paused`).
     """
     gc.collect()
     gc.set_threshold(100_000, 20, 20)

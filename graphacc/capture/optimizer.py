@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def traceable_class(optimizer: Optimizer) -> type[Optimizer]:
         raise CaptureError(
             "SparseAdam works on sparse gradients, which a captured step does not have: use torch.optim.Adam, or Adagrad"
         )
-    closure = inspect.signature(found.step).parameters.get("closure")
+    closure = _parameters(found.step).get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
             f"{found.__name__}.step() needs a closure that evaluates the model again, several times per step, which a "
@@ -123,6 +123,11 @@ def traceable_class(optimizer: Optimizer) -> type[Optimizer]:
             "not do: use an optimizer whose step() takes no closure, such as torch.optim.AdamW"
         )
     return found
+
+
+@functools.cache
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def stand_in(optimizer: Optimizer, groups: list[dict], state: dict[Tensor, dict]) -> Optimizer:
@@ -167,13 +172,13 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
         CaptureError: the state holds what is neither a tensor nor a number, or the optimizer is not supported.
     """
     found = members(model, optimizer, grads)
-    absent = [member for member in found if not optimizer.state.get(member.parameter)]
+    absent = {member.name: member for member in found if not optimizer.state.get(member.parameter)}
     with kept_random_state():
-        lazy = lazy_keys(optimizer, absent)
+        lazy = lazy_keys(optimizer, list(absent.values()))
     drawn_before = torch.get_rng_state()
     try:
         for member in found:
-            if member not in absent:
+            if member.name not in absent:
                 yield member.name, _tensors(optimizer, optimizer.state[member.parameter])
                 continue
             created = _created_state(optimizer, member.group, member.parameter)
@@ -264,7 +269,7 @@ def _prepared(optimizer: Optimizer, index: int, parameter: Tensor) -> dict:
     parameter.grad = torch.zeros_like(parameter)
     group = plain(optimizer.param_groups[index]) | {"params": [parameter]}
     double = stand_in(optimizer, [group], {})
-    lists = [[] for _ in list(inspect.signature(double._init_group).parameters)[1:]]
+    lists = [[] for _ in list(_parameters(type(double)._init_group))[2:]]
     with torch.no_grad():
         double._init_group(group, *lists)
     return dict(double.state[parameter])

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from graphacc import collector
 from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.graph import Kind
-from graphacc.loop import build, collector, offload
+from graphacc.loop import build, offload
 from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled

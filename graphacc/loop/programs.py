@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from torch import Tensor
 
 from graphacc.strategy.axes import EP, FSDP, PP, TP
+from graphacc import collector
 from graphacc._compat.random_state import kept_random_state
 from graphacc.costs.work import flops_by_dtype
 from graphacc.graph import Input, Kind, MeshShard, Output, Phase, StepGraph, local_shape
 from graphacc.hlo import HloStep
-from graphacc.loop import collector
 from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
 from graphacc.loop.identity import Identity
@@ -81,6 +81,10 @@ class Compiled:
     compile_seconds: float
     passes: tuple[PassReport, ...] = ()  # what each pass did to the graph
     flops: Mapping[str, float] | None = None  # dtype -> operations of products in the captured graph, of all devices together; None: it was HLO
+
+    @functools.cached_property
+    def inputs(self) -> dict[tuple[Kind, str], Input]:
+        return {(item.kind, item.target): item for item in self.graph.inputs}
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -300,7 +304,7 @@ class Programs:
 
     def put(self, compiled: Compiled, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a value in the layout that a program wants it in."""
-        item = next(item for item in compiled.graph.inputs if (item.kind, item.target) == (kind, target))
+        item = compiled.inputs[kind, target]
         self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
             value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)

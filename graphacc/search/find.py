@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 
+from graphacc import collector
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
 from graphacc.costs.memory import predict_memory
@@ -28,7 +29,7 @@ from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.experts import find_experts
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import run_passes, without_collection
+from graphacc.passes.runner import run_passes
 from graphacc.search.cost import RETURNED, cost_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.plan import Plan, Rival, size_text
@@ -429,7 +430,7 @@ class Search:
             splits = self._splits[strategy.tp]
         dims = {item.target: self.batch_dims.get(item.target) for item in step.inputs if item.kind is Kind.BATCH}  # code on gradients has inputs of its own
         passes = build_pipeline(step, strategy, batch_dims=dims, splits=splits, experts=self._experts)
-        with without_collection():
+        with collector.paused():
             return run_passes(step.copy(), passes)[0]
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:

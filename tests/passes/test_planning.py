@@ -9,6 +9,7 @@ import torch
 from graphs import trace
 from zoo_steps import partitioned, shared_case
 
+from graphacc import collector
 from graphacc.graph import Kind, Phase
 from graphacc.passes import edit
 from graphacc.passes.batch import default_batch_dims
@@ -16,7 +17,6 @@ from graphacc.passes.partition import Role, assign
 from graphacc.passes.partition.placement import Partial, Shard
 from graphacc.passes.partition.write import write
 from graphacc.passes.planning import Planner
-from graphacc.passes.runner import without_collection
 from graphacc.strategy import Strategy
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -124,6 +124,6 @@ def test_a_plan_leaves_no_cyclic_garbage():
     plans = Planner(step, batch_dims=default_batch_dims(step))
     plans.plan(Strategy(fsdp=2))  # fake values and rules of this form are known
     gc.collect()
-    with without_collection():
+    with collector.paused():
         plan = plans.plan(Strategy(fsdp=4))
         assert plan.moves and gc.collect() < len(step.graph.nodes) // 10
