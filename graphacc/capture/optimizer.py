@@ -19,6 +19,7 @@ from graphacc._compat.random_state import kept_random_state
 from graphacc._compat.torch_ import fake_mode
 from graphacc.capture.borrow import distinct_parameters
 from graphacc.capture.diagnose import explained
+from graphacc.capture.python_state import CONSUMED, contents_of, leaves_of, refill, snapshot
 from graphacc.errors import CaptureError
 
 _PLAIN_PATH = {"foreach": False, "fused": False, "differentiable": False, "capturable": False}
@@ -136,8 +137,17 @@ def stand_in(optimizer: Optimizer, groups: list[dict], state: dict[Tensor, dict]
     vars(double).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")})
     vars(double).update({name: collections.OrderedDict() for name in _HOOKS})
     double.param_groups = groups
-    double.state = collections.defaultdict(dict, state)
+    double.state = collections.defaultdict(dict, state) if is_separable(optimizer) else _OwnEntries(dict, state)
     return double
+
+
+class _OwnEntries(collections.defaultdict):
+    """The state of an optimizer's stand-in, which has some of the parameters: an entry can be looked up, and the whole cannot be looked through."""
+
+    def _whole(self, *args, **kwargs):
+        raise CaptureError("the optimizer's step looks through the whole of self.state, of which a captured step makes the entries one by one: read self.state[parameter] alone")
+
+    __len__ = __iter__ = __bool__ = keys = values = items = _whole
 
 
 def plain(group: dict, *, capturable: bool = False) -> dict:
@@ -146,13 +156,80 @@ def plain(group: dict, *, capturable: bool = False) -> dict:
     return {**group, **{name: value for name, value in flags.items() if name in group}}
 
 
+def check_python_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that keeps tensors, or what is used up, elsewhere than in the state of its parameters.
+
+    Raises:
+        CaptureError: names where.
+    """
+    if is_separable(optimizer):
+        return
+    name = type(optimizer).__name__
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if others := [key for key in dict.keys(optimizer.state) if id(key) not in parameters]:
+        raise CaptureError(f"{name} keeps state under {others[0]!r}, which is none of its parameters: a captured step keeps state of parameters alone")
+    for place, value in _python_values(optimizer).items():
+        for leaf in leaves_of([value]):
+            if isinstance(leaf, CONSUMED):
+                raise CaptureError(f"{name} has a {type(leaf).__name__}, {place}, which gives something else in every step, where a captured step would repeat what it gave first")
+            if (isinstance(leaf, Tensor) and not place.endswith("['lr']")) or (type(leaf) is int and leaf in parameters):
+                raise CaptureError(f"{name} keeps a tensor, or a parameter or its id, in {place}: a captured step runs on stand-ins, and keeps tensors in self.state[parameter] alone")
+
+
+def _python_values(optimizer: Optimizer) -> dict[str, object]:
+    """What the code of a step can read and write besides parameters and their state, by where it is."""
+    found = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step", "zero_grad", *_HOOKS)}
+    for index, group in enumerate(optimizer.param_groups):
+        found |= {f"self.param_groups[{index}][{name!r}]": value for name, value in group.items() if name != "params"}
+        for parameter in group["params"]:
+            found |= {f"{name} of a parameter": value for name, value in attributes_of(parameter).items()}
+    return found
+
+
+def attributes_of(parameter: Tensor) -> dict[str, object]:
+    """The attributes that the user's code has given to a parameter."""
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_")}
+
+
 def run_step(double: Optimizer) -> None:
+    """The step of an optimizer's class, as `_own_step` runs it.
+
+    Raises:
+        CaptureError: it writes what is not in the state of its parameters, and has what it was before.
+    """
+    if is_separable(double):
+        _own_step(double)
+        return
+    parameters = {id(parameter): parameter.grad for group in double.param_groups for parameter in group["params"]}
+    values = _python_values(double)
+    before = {place: snapshot(value) for place, value in values.items()}
+    contents = list(contents_of(values.values()))
+    try:
+        returned = _own_step(double)
+        after = _python_values(double)
+        changed = [place for place in before.keys() | after.keys() if place not in after or before.get(place) != snapshot(after[place])]
+        changed += [f"self.state[{key!r}]" for key in dict.keys(double.state) if id(key) not in parameters]
+        replaced = any(parameter.grad is not parameters[id(parameter)] for group in double.param_groups for parameter in group["params"])
+    finally:
+        for container, content in contents:
+            refill(container, content)
+    if replaced or returned is not None:
+        what = f"returns a {type(returned).__name__}" if returned is not None else "replaces the gradient of a parameter"
+        raise CaptureError(f"{type(double).__name__}.step() {what}, which a captured step does not do")
+    if changed:
+        raise CaptureError(
+            f"{type(double).__name__}.step() changes {', '.join(sorted(changed))}, which the captured step would hold at its present value: keep what changes in "
+            "self.state[parameter]"
+        )
+
+
+def _own_step(double: Optimizer) -> object:
     """The class's own ``step``, without the profiler's wrapper and its hooks."""
     step = type(double).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
     with torch.no_grad():
-        step(double)
+        return step(double)
 
 
 def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -181,7 +258,7 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
             if member.name not in absent:
                 yield member.name, _tensors(optimizer, optimizer.state[member.parameter])
                 continue
-            created = _created_state(optimizer, member.group, member.parameter)
+            created = _created_state(optimizer, member, member.parameter)
             yield member.name, created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
     except CaptureError:
         torch.set_rng_state(drawn_before)  # PyTorch's own step draws them
@@ -194,7 +271,7 @@ def state_layouts(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, di
     layouts: dict[str, dict[str, Tensor]] = {}
     for member in found:
         parameter = member.parameter
-        form = member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.requires_grad
+        form = member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.requires_grad, snapshot(attributes_of(parameter))
         if optimizer.state.get(parameter):
             layouts[member.name] = state_layout(optimizer, member)
         else:
@@ -208,45 +285,70 @@ def state_layout(optimizer: Optimizer, member: Member) -> dict[str, Tensor]:
         return _tensors(optimizer, optimizer.state[member.parameter])
     if _prepares_group(traceable_class(optimizer)):
         with fake_mode():
-            return _created_state(optimizer, member.group, torch.empty_like(member.parameter, device="cpu"))
-    return _created_state(optimizer, member.group, torch.zeros_like(member.parameter, device="cpu"))  # its own memory may be on the devices alone
+            return _created_state(optimizer, member, torch.empty_like(member.parameter, device="cpu"))
+    return _created_state(optimizer, member, torch.zeros_like(member.parameter, device="cpu"))  # its own memory may be on the devices alone
 
 
 def lazy_keys(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, list[str]]:
     """Parameter name -> keys of state that a first step makes out of the gradient, where zeros cannot stand for them.
 
-    Decided on a toy parameter for each group and number of dims; names without such keys are left out.
+    Decided on a toy parameter for each group, number of dims and attributes; names without such keys are left out.
     """
     if _prepares_group(traceable_class(optimizer)):
         return {}
-    decided: dict[tuple[int, int], list[str]] = {}
+    decided: dict[tuple, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for member in found:
-        kind = member.group, member.parameter.dim()
+        kind = member.group, member.parameter.dim(), snapshot(attributes_of(member.parameter))
         if kind not in decided:
             with explained(f"the optimizer {type(optimizer).__name__}"):
-                decided[kind] = _lazy_keys_of_toy(optimizer, *kind)
-    return {m.name: keys for m in found if (keys := decided[m.group, m.parameter.dim()])}
+                decided[kind] = _lazy_keys_of_toy(optimizer, member)
+        if decided[kind]:
+            keys[member.name] = decided[kind]
+    return keys
 
 
-def _lazy_keys_of_toy(optimizer: Optimizer, index: int, num_dims: int) -> list[str]:
-    toy = torch.ones([2] * num_dims)
+def _lazy_keys_of_toy(optimizer: Optimizer, member: Member) -> list[str]:
+    """None where a first step is the same as a step from the state that is made for it."""
+    toy = torch.ones([2] * member.parameter.dim())
     grad = torch.arange(1.0, toy.numel() + 1).reshape(toy.shape)
-    fresh, made = _eager_step(optimizer, index, toy, grad, {})
-    _, zeros = _eager_step(optimizer, index, toy, torch.zeros_like(toy), {})
-    keys = [key for key, value in made.items() if isinstance(value, Tensor) and not torch.equal(value, zeros[key])]
-    if not keys:
+    first_step = _eager_step(optimizer, member, toy, grad, {})
+    made = _eager_step(optimizer, member, toy, torch.zeros_like(toy), {}).first
+    other_first = [key for key, value in made.items() if isinstance(value, Tensor) and not torch.equal(value, first_step.first[key])]
+    if _equal_steps(first_step, _eager_step(optimizer, member, toy, grad, _copies(made))):
         return []
-    from_zeros, _ = _eager_step(optimizer, index, toy, grad, zeros)
-    return [] if torch.equal(fresh, from_zeros) else keys
+    keys = other_first or [key for key, value in made.items() if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_floating_point())][:1]
+    if not keys:
+        raise CaptureError(f"the first step of {type(optimizer).__name__} differs from the later ones, and no number in its state can tell them apart")
+    return keys
 
 
-def _created_state(optimizer: Optimizer, index: int, parameter: Tensor) -> dict[str, Tensor]:
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What a step has made of one parameter."""
+
+    value: Tensor
+    first: dict  # the first value of every key of its state
+    state: dict
+
+
+def _copies(state: Mapping[str, object]) -> dict:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _equal_steps(one: _Step, other: _Step) -> bool:
+    pairs = [(one.value, other.value), *((value, other.state.get(key)) for key, value in one.state.items())]
+    kinds = one.state.keys() == other.state.keys() and all(isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in pairs)
+    return kinds and all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def _created_state(optimizer: Optimizer, member: Member, parameter: Tensor) -> dict[str, Tensor]:
     if _prepares_group(traceable_class(optimizer)):
         reads_values = not is_separable(optimizer)  # torch's own look at shape and dtype alone
-        state = _prepared(optimizer, index, parameter.detach() if reads_values else torch.empty_like(parameter).detach())
+        state = _prepared(optimizer, member.group, parameter.detach() if reads_values else torch.empty_like(parameter).detach())
     else:
         with explained(f"the optimizer {type(optimizer).__name__}"):
-            _, state = _eager_step(optimizer, index, parameter.detach(), torch.zeros_like(parameter), {})
+            state = _eager_step(optimizer, member, parameter.detach(), torch.zeros_like(parameter), {}).first
     return _tensors(optimizer, state)
 
 
@@ -296,14 +398,16 @@ class _FirstValues(dict):
             self[key] = value
 
 
-def _eager_step(optimizer: Optimizer, index: int, value: Tensor, grad: Tensor, state: dict) -> tuple[Tensor, dict]:
-    """One real step on a copy of `value`; returns the new value and the first value of every key of its state."""
+def _eager_step(optimizer: Optimizer, member: Member, value: Tensor, grad: Tensor, state: dict) -> _Step:
+    """One real step on a copy of `value`, as if it were the member's."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = grad
+    vars(parameter).update(attributes_of(member.parameter))
     recorded = _FirstValues(state)
-    group = plain(optimizer.param_groups[index]) | {"params": [parameter]}
-    run_step(stand_in(optimizer, [group], {parameter: recorded}))
-    return parameter.detach(), recorded.first
+    group = plain(optimizer.param_groups[member.group]) | {"params": [parameter]}
+    double = stand_in(optimizer, [group], {parameter: recorded})
+    run_step(double)
+    return _Step(parameter.detach(), recorded.first, double.state[parameter])
 
 
 def _tensors(optimizer: Optimizer, state: dict) -> dict[str, Tensor]:

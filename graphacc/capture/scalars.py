@@ -53,6 +53,8 @@ class ScalarMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.data and args[0].shape == args[1].shape:
+            return args[0].copy_(args[1])  # `p.data = p.data - ...`: a parameter is a functional tensor here, whose memory is not its value
         if name == "item":
             return self._read(args[0], sys._getframe(1).f_code.co_name)
         result = _REWRITES.get(name.rstrip("_"), _unchanged)(func, name, args, kwargs)

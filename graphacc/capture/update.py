@@ -15,6 +15,8 @@ from graphacc._compat.torch_ import compiling, data_dependent_errors
 from graphacc.capture.backend import FX, Backend
 from graphacc.capture.optimizer import (
     Member,
+    attributes_of,
+    check_python_state,
     hyperparameters,
     is_separable,
     lazy_keys,
@@ -139,6 +141,7 @@ def _without_unused_key(step: StepGraph) -> StepGraph:
 def _capture_optimizer(
     optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float], backend: Backend
 ) -> StepGraph | HloStep:
+    check_python_state(optimizer)
     state = state_layouts(optimizer, found)
     representatives = {member.name: member.name for member in found}
     if backend.replicates and is_separable(optimizer):
@@ -200,17 +203,17 @@ class _Update:
         """Run the optimizer on copies of the traced inputs; returns new parameters and state in the inputs' dtypes."""
         numbers = {name: feeds[Kind.HYPER, name] for name in self.numbers}
         values = {member.name: feeds[Kind.PARAM, member.name].clone() for member in self.members}
-        for name, value in values.items():
-            value.grad = feeds[Kind.GRAD, name].clone()
+        for member in self.members:
+            value = values[member.name]
+            value.grad = feeds[Kind.GRAD, member.name].clone()
+            vars(value).update(attributes_of(member.parameter))
         groups = [with_numbers(plain(g, capturable=capturable), i, numbers) for i, g in enumerate(self.optimizer.param_groups)]
         for i, group in enumerate(groups):
             group["params"] = [values[member.name] for member in self.members if member.group == i]
         held = {values[name]: {key: _working_state(key, x) for key, x in entries.items()} for name, entries in state.items()}
         double = stand_in(self.optimizer, groups, held)
-        before = _python_numbers(double)
         with traced_scalars(type(double), [(tensor, self.numbers[name]) for name, tensor in numbers.items()]):
             run_step(double)
-        _check_python_numbers(double, before)
         return self.results(feeds, values, double)
 
     def results(self, feeds: _Feeds, values: dict[str, Tensor], double: Optimizer) -> Results:
@@ -245,21 +248,3 @@ class _Update:
 def _working_state(key: str, value: Tensor) -> Tensor:
     """State for the step to write into; the step count in float64, so that what is computed from it is too."""
     return value.double() if key == "step" and value.is_floating_point() else value.clone()
-
-
-def _python_numbers(double: Optimizer) -> dict[str, object]:
-    """Numbers that a step should not change, since the graph holds their values: those of groups and of the object."""
-    numbers = {f"param_groups[{i}][{key!r}]": x for i, group in enumerate(double.param_groups) for key, x in group.items()}
-    numbers |= {f"self.{name}": x for name, x in vars(double).items()}
-    return {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
-
-
-def _check_python_numbers(double: Optimizer, before: dict[str, object]) -> None:
-    after = _python_numbers(double)
-    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    if changed:
-        raise CaptureError(
-            f"{type(double).__name__}.step() changes {', '.join(changed)}, which the captured step would hold at its present "
-            f"value: "
-            "keep what changes in self.state[parameter]"
-        )

@@ -133,7 +133,7 @@ class Execution:
         code = self._gradient_code(tape, names)
         if tape.bucket is not None and reads_lengths(tape, code):
             tape.bucket = None
-        captured = functools.cache(lambda backend: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic))
+        captured = functools.cache(lambda backend: self._captured_update(binding, code))
         update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
         self._choose(tape, update)
         compiled = self.program(
@@ -248,7 +248,7 @@ class Execution:
         compiled = self.program(
             "update",
             _update_aspects(binding, code),
-            lambda: self.capture(build.update_graph, binding.optimizer, code, binding.dynamic),
+            lambda: self._captured_update(binding, code),
         )
         self._upload_gradients(compiled, code)
         self._upload_optimizer_state(compiled, binding)
@@ -297,6 +297,10 @@ class Execution:
     def capture(self, build_graph: Callable[..., build.Step], *args) -> build.Step:
         with self.engine.direct_calls(), self._traced(), collector.paused(), torch.autocast("cpu", enabled=False):
             return build_graph(self.engine.fallback.backend, self.engine.model, *args)
+
+    def _captured_update(self, binding: Binding, code: build.GradientCode) -> build.Step:
+        with binding.noting():
+            return self.capture(build.update_graph, binding.optimizer, code, binding.dynamic)
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -389,10 +393,12 @@ class Execution:
         for item in missing:
             name, _, key = item.target.rpartition("/")
             keys[name].append(key)
-        for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)) if missing else ():
-            for key in keys[name]:
-                programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
-            self.engine.handles[name].let_go()
+        if missing:
+            with binding.noting():
+                for name, state in init_optimizer_state(self.engine.model, binding.optimizer, sorted(keys)):
+                    for key in keys[name]:
+                        programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
+                    self.engine.handles[name].let_go()
         binding.state_on_device = True
 
     def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]], program: tuple | None = None) -> None:

@@ -6,18 +6,15 @@ keep changing, and tensors that modules hold besides their parameters and buffer
 itself writes to its modules is written after every call; other side effects cannot be part of a program.
 """
 
-import argparse
 import builtins
 import collections
 import contextlib
 import dataclasses
-import enum
 import functools
-import hashlib
+import inspect
 import itertools
 import logging
 import operator
-import random
 import sys
 import threading
 import types
@@ -26,70 +23,26 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import patched
 from graphacc.capture.diagnose import Passing
+from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, REFILLED, contents_of, copy_of, refill, snapshot
 from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError, LoopError
 
 log = logging.getLogger("graphacc")
 
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
-_CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_MUTABLE = (*_CONTAINERS, *_NAMESPACES, functools.partial, numpy.ndarray, Tensor)  # what can change while it stays the same object
-_REFILLED = (list, dict, set, collections.deque, *_NAMESPACES, numpy.ndarray)  # those of them that can be put back
-_CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 MISSING = object()
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
-_NESTED = 8  # of containers in containers
 _SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
 _SPECIAL |= {f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "matmul", "truediv", "pow")}
-
-
-def snapshot(value: object, depth: int = _NESTED) -> Hashable:
-    """A hashable value that is equal where a capture would read the same."""
-    if isinstance(value, Tensor):
-        return "tensor", id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, slice):
-        return "slice", value.start, value.stop, value.step
-    if isinstance(value, (float, numpy.generic)):
-        return float if isinstance(value, float) else type(value), repr(value.item() if isinstance(value, numpy.generic) else value)  # NaN equals itself, 0.0 is not -0.0
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return "array", value.dtype.str, value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).data, digest_size=16).digest()
-    if isinstance(value, types.MethodType):
-        return "method", _Same(value.__self__), _Same(value.__func__)
-    if isinstance(value, _NAMESPACES):
-        value = vars(value)
-    if isinstance(value, functools.partial):
-        value = value.func, value.args, value.keywords
-    if isinstance(value, _CONTAINERS) and depth:
-        items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
-        return type(value), len(value), tuple((snapshot(key, depth - 1), snapshot(item, depth - 1)) for key, item in items)
-    return _Same(value)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Same:
-    """An object that is equal to itself alone; it is kept alive, so that no other gets its id."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class _Place:
@@ -128,8 +81,8 @@ class _Place:
 
     def _refresh(self) -> None:
         self._values = tuple(self.table.get(name, MISSING) for name in self.names)
-        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, _MUTABLE)]
-        empty = {name for name, value in mutable if isinstance(value, _CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
+        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, MUTABLE)]
+        empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
         self._empty = [value for name, value in mutable if name in empty]
         self.mutable = [name for name, _ in mutable if name not in empty]
         self._held = None
@@ -138,7 +91,7 @@ class _Place:
     def held(self) -> "_Held":
         """Its names as they were read last."""
         if self._held is None:
-            self._held = _Held(self, dict(self.names), self._values, tuple(_contents(self._values)))
+            self._held = _Held(self, dict(self.names), self._values, tuple(contents_of(self._values)))
         return self._held
 
     def put(self, name: str, value: object) -> None:
@@ -183,7 +136,7 @@ class _Held:
         found = []
         for (name, before), value in zip(self.snapshots.items(), self.values):
             present = self.place.table.get(name, MISSING)
-            if present is value and not isinstance(value, _MUTABLE):
+            if present is value and not isinstance(value, MUTABLE):
                 continue
             if before not in (snapshot(value), self.place.snapshot(name, value)):
                 raise LoopError(
@@ -273,9 +226,14 @@ class _Defaults(dict):
 class Guards:
     """What captures of one model have read.
 
+    What a plain attribute of an object was changed to is kept, where `settles`: the next capture begins with it.
+
     Args:
         model: its modules' classes are looked into while `noting`, and are as they were before at other times.
     """
+
+    settles = True
+    refusal = "the forward, or a hook in it, changes {}, which a compiled program does not do again in every step: return what is to be kept, or register it as a buffer"
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -362,9 +320,9 @@ class Guards:
         with contextlib.ExitStack() as stack:
             with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
                 for container, content in (pair for each in held for pair in each.contents):
-                    if snapshot(_copy(container)) != snapshot(content):  # without the container's own class
-                        stack.callback(_refill, container, _copy(container))
-                        _refill(container, content)
+                    if snapshot(copy_of(container)) != snapshot(content):  # without the container's own class
+                        stack.callback(refill, container, copy_of(container))
+                        refill(container, content)
                 now = [difference for each in held for difference in each.differences()]
             for place, name, value, present in now:
                 stack.callback(place.put, name, present)
@@ -405,6 +363,7 @@ class Guards:
         """
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
         self._noted = []
+        self._functions.clear()
         with contextlib.ExitStack() as stack:
             self._watch_class(stack, nn.Module, paths)
             stack.enter_context(self._observers_noted())
@@ -426,10 +385,7 @@ class Guards:
         self._settling.clear()
         self._rounds = 0
         if changed:
-            raise CaptureError(
-                f"the forward, or a hook in it, changes {', '.join(changed)}, which a compiled program does not do again in every step: "
-                "return what is to be kept, or register it as a buffer"
-            )
+            raise CaptureError(self.refusal.format(", ".join(changed)))
 
     @contextlib.contextmanager
     def caches_kept(self) -> Iterator[None]:
@@ -453,7 +409,7 @@ class Guards:
                 return value  # a module of another model
             if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
                 for inside, held in list(value.items()):
-                    if inside not in _TABLES and not inside.startswith("_") and not isinstance(held, _CONSUMED):
+                    if inside not in _TABLES and not inside.startswith("_") and not isinstance(held, CONSUMED):
                         self._note_attribute(owner, inside, held, label or type(owner).__name__, watch)
             if name in _TABLES or (name.startswith("__") and name.endswith("__")):
                 return value
@@ -474,7 +430,10 @@ class Guards:
     def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
         table = getattr_plain(owner)
         if table is not None and name not in table:
-            self._place(owner, table, label).note(name, MISSING)  # an attribute of the object would hide that of its class
+            place = self._place(owner, table, label)
+            place.note(name, MISSING)  # an attribute of the object would hide that of its class
+            if isinstance(value, PLAIN) and not isinstance(value, type):
+                self._noted.append((place, name, MISSING, ()))
         if isinstance(value, types.MethodType) and (table is None or name not in table):
             self._note_function(value.__func__, _DEPTH, watch)
             self._note_class(type(owner), {name} | _names_of(getattr(value.__func__, "__code__", None)))
@@ -491,7 +450,7 @@ class Guards:
                 self._follow(found.fget, _DEPTH, watch)
             elif hasattr(type(found), "__get__") and is_user_class(type(found)):
                 watch(found)
-            elif found is value and isinstance(value, (*_PLAIN, *_MUTABLE, *_CONSUMED)):
+            elif found is value and isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)):
                 self._note(cls, vars(cls), cls.__name__, name, value)
             return value
         if isinstance(owner, nn.Module) and isinstance(value, Tensor):
@@ -502,7 +461,7 @@ class Guards:
                 self._place(owner, table, label).take_as_input(name)
                 raise NewInput(key)
             return value
-        if type(owner).__module__.startswith("torch.nn.") and isinstance(value, _CONTAINERS) and not name.endswith("_hooks"):
+        if type(owner).__module__.startswith("torch.nn.") and isinstance(value, CONTAINERS) and not name.endswith("_hooks"):
             return value  # nn.LSTM's lists of its weights
         if f"{label}.{name}" not in self.numbers:
             self._note(owner, table, label, name, value)
@@ -514,7 +473,7 @@ class Guards:
         place = self._place(owner, table, label)
         place.note(name, value)
         hooks = isinstance(owner, nn.Module) and name.endswith("_hooks")  # a forward may install hooks: `num_hooks`
-        self._noted.append((place, name, value, () if hooks else tuple(_contents([value]))))
+        self._noted.append((place, name, value, () if hooks else tuple(contents_of([value]))))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
         key = id(owner)
@@ -524,7 +483,7 @@ class Guards:
 
     def _follow(self, value: object, depth: int, watch: Callable) -> None:
         """Look into what a value leads to: the code of functions, the elements of containers, other objects."""
-        if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+        if depth == 0 or isinstance(value, (*PLAIN, Tensor, nn.Module)):
             return
         if isinstance(value, weakref.ref):
             value = value()
@@ -536,8 +495,8 @@ class Guards:
             value = value.__func__
         if isinstance(value, (types.FunctionType, _CACHED)):
             self._note_function(value, depth, watch)
-        elif isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
-            inside = vars(value) if isinstance(value, _NAMESPACES) else value
+        elif isinstance(value, (*CONTAINERS, *NAMESPACES)):
+            inside = vars(value) if isinstance(value, NAMESPACES) else value
             for item in inside.values() if isinstance(inside, dict) else inside:
                 self._follow(item, min(depth - 1, _INSIDE), watch)
         elif not isinstance(value, types.ModuleType):
@@ -547,12 +506,12 @@ class Guards:
         """Guard the global and closed-over values that a function of the user uses, and its defaults."""
         if isinstance(function, _CACHED):
             self._caches.setdefault(id(function), (function, function.cache_info().misses))
-        function = getattr(function, "__wrapped__", function)
+        function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
         if code is None or not _is_own_file(code.co_filename):
             return
         for name in ("__defaults__", "__kwdefaults__"):
-            if any(isinstance(value, _MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, _REFILLED))):
+            if any(isinstance(value, MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, REFILLED))):
                 self._note(function, _Defaults(function), code.co_name, name, getattr(function, name))
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
@@ -584,13 +543,13 @@ class Guards:
         for base in cls.__mro__:
             if is_user_class(base):
                 for name in names & vars(base).keys():
-                    if isinstance(vars(base)[name], (*_PLAIN, *_MUTABLE, *_CONSUMED, *_FUNCTIONS)):
+                    if isinstance(vars(base)[name], (*PLAIN, *MUTABLE, *CONSUMED, *_FUNCTIONS)):
                         self._note(base, vars(base), base.__name__, name, vars(base)[name])
                         if name not in vars(cls):  # the class itself may get one
                             self._note(cls, vars(cls), cls.__name__, name, MISSING)
 
     def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable) -> None:
-        if isinstance(value, (*_PLAIN, *_MUTABLE, *_CONSUMED)) and not isinstance(value, (type, Tensor)):
+        if isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)) and not isinstance(value, (type, Tensor)):
             self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
         elif callable(value) or not isinstance(value, Tensor):
@@ -649,17 +608,17 @@ class Guards:
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
                 continue
-            if _is_library_object(place.owner):
+            if self.settles and _is_library_object(place.owner):
                 place.changes()  # such as a config that notes what it found out: its present values count
                 continue
             now = place.table.get(name, MISSING)
-            written = [(container, copy) for container, copy in contents if snapshot(copy) != snapshot(_copy(container))]
+            written = [(container, copy) for container, copy in contents if snapshot(copy) != snapshot(copy_of(container))]
             for container, copy in written:
-                _refill(container, copy)
+                refill(container, copy)
             if written:
                 changed.append(f"{place.label}.{name}")
             elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
-                if isinstance(now, _PLAIN) and place.table is getattr_plain(place.owner):
+                if self.settles and isinstance(now, PLAIN) and place.table is getattr_plain(place.owner):
                     self._settled += 1
                     self._settling.append((place, name, value))
                     place.changes()
@@ -668,6 +627,29 @@ class Guards:
                 changed.append(f"{place.label}.{name}")
         self._noted = []
         return list(dict.fromkeys(changed))
+
+
+class OptimizerGuards(Guards):
+    """What captures of one optimizer's step have read besides its own attributes: global and closed-over values, and other objects."""
+
+    settles = False
+    refusal = "the optimizer's step changes {}, which a compiled program does not do again in every step: keep it in self.state[parameter]"
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(nn.Module())
+        self.optimizer = optimizer
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        with super().noting():
+            for base in filter(is_user_class, type(self.optimizer).__mro__):
+                for function in vars(base).values():
+                    if isinstance(function, types.FunctionType):
+                        self._note_function(function, _DEPTH, self._watch)
+                        self._note_class(type(self.optimizer), _names_of(inspect.unwrap(function).__code__))
+            for values in (vars(self.optimizer), *self.optimizer.param_groups):
+                self._follow([value for name, value in values.items() if name not in ("params", "param_groups", "state")], _DEPTH, self._watch)
+            yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -735,7 +717,7 @@ def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapp
             old = before[path].get(name, MISSING)
             if type(module).__module__.startswith("torch.nn."):
                 continue  # nn.LSTM's list of weights
-            if isinstance(value, (*_PLAIN, Tensor)):
+            if isinstance(value, (*PLAIN, Tensor)):
                 if isinstance(value, Tensor) or snapshot(value) != snapshot(old):
                     found[label] = value
             elif old is MISSING or snapshot(value) != snapshot(old):
@@ -752,7 +734,7 @@ def plain_attributes_written(model: nn.Module, before: Mapping[str, dict]) -> di
         f"model.{path}.{name}" if path else f"model.{name}": value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TABLES and isinstance(value, _PLAIN) and value is not before[path].get(name, MISSING)
+        if name not in _TABLES and isinstance(value, PLAIN) and value is not before[path].get(name, MISSING)
     }
 
 
@@ -819,54 +801,11 @@ def is_user_class(cls: type) -> bool:
 
 def _check_not_consumed(value: object, label: str) -> None:
     """Refuse to read what gives something else every time, before the code that runs on fake tensors does."""
-    if isinstance(value, _CONSUMED):
+    if isinstance(value, CONSUMED):
         raise CaptureError(
-            f"the forward reads {label}, a {type(value).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
+            f"what is to be compiled reads {label}, a {type(value).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
             "first: draw with torch's default generator, or outside of the model and pass the result in"
         )
-
-
-def _contents(values: Iterable, depth: int = _NESTED) -> Iterator[tuple[Any, Any]]:
-    """(container, copy) of what can be put back among values, and in them."""
-    for value in values:
-        if isinstance(value, _REFILLED):
-            yield value, _copy(value)
-        if isinstance(value, (*_CONTAINERS, *_NAMESPACES, functools.partial)) and depth > 1:
-            inside = value.keywords if isinstance(value, functools.partial) else vars(value) if isinstance(value, _NAMESPACES) else value
-            yield from _contents(inside.values() if isinstance(inside, dict) else inside, depth - 1)
-
-
-def _copy(container: Any) -> Any:
-    """What a container holds, without its own class."""
-    if isinstance(container, numpy.ndarray):
-        return container.copy()
-    if isinstance(container, _NAMESPACES):
-        return dict(vars(container))
-    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container what it held; nothing is written into one that still holds it, which may forbid that (a config that is frozen)."""
-    if _holds(container, content):
-        return
-    if isinstance(container, numpy.ndarray):
-        container[...] = content
-        return
-    if isinstance(container, _NAMESPACES):
-        container = vars(container)
-    kind: Any = next(kind for kind in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(container, kind))
-    kind.clear(container)
-    (kind.extend if kind in (list, collections.deque) else kind.update)(container, content)
-
-
-def _holds(container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects of a copy, in its order."""
-    if isinstance(container, numpy.ndarray):
-        return snapshot(container) == snapshot(content)
-    if isinstance(container, set):
-        return container == content
-    now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (_copy(container), content))
-    return len(now) == len(before) and all(key == other and x is y for (key, x), (other, y) in zip(now, before))
 
 
 def _text(found: Hashable) -> str:
@@ -875,4 +814,4 @@ def _text(found: Hashable) -> str:
     return str(found[1]) if isinstance(found, tuple) and len(found) == 2 else "another value"
 
 
-__all__ = ["MISSING", "Guards", "NewInput", "Structure", "Written", "attributes_written", "plain_attributes_written", "snapshot"]
+__all__ = ["MISSING", "Guards", "NewInput", "OptimizerGuards", "Structure", "Written", "attributes_written", "plain_attributes_written"]

@@ -6,21 +6,23 @@ whoever looks into ``optimizer.state`` finds it there, and what was changed in i
 """
 
 import collections
+import contextlib
 import dataclasses
 import operator
 import sys
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from graphacc._compat.torch_ import storage_users
-from graphacc.capture.optimizer import is_separable
+from graphacc._compat.torch_ import leave_out, storage_users
+from graphacc.capture.optimizer import attributes_of, is_separable
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
+from graphacc.loop.guards import OptimizerGuards
 from graphacc.loop.identity import Identity
 from graphacc.loop.managed import handle_of
 
@@ -46,11 +48,27 @@ class Binding:
     fetch: Callable[[], None] = lambda: None
     copies: dict[int, tuple[Tensor, int]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its version counter then
     given_out: bool = False  # the loop may hold tensors of the state
+    guards: OptimizerGuards | None = None  # what the code of its step reads, where it is not torch's own
     _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them
 
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
-        return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, self._settings_key())
+        return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Its step's code is run inside, on stand-ins.
+
+        Raises:
+            CaptureError: the code changed what is not its own, which has its values back.
+        """
+        if is_separable(self.optimizer):
+            yield
+            return
+        if self.guards is None:
+            self.guards = OptimizerGuards(self.optimizer)
+        with self.guards.noting():
+            yield
 
     def _settings_key(self) -> Identity:
         objects, (before, key) = self._setting_objects(), self._known
@@ -75,6 +93,8 @@ class Binding:
         separable = is_separable(optimizer)
         if not separable:
             found = {f"self.{name}": value for name, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str))}
+            for name, parameter in zip(self.names, (parameter for group in optimizer.param_groups for parameter in group["params"])):
+                found |= {f"{key} of {name}": value for key, value in attributes_of(parameter).items()}
         for index, group in enumerate(optimizer.param_groups):
             for name in (optimizer.defaults.keys() & group.keys() if separable else group.keys() - {"params"}) - {"lr"}:
                 value = group[name]
@@ -283,6 +303,8 @@ def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tu
             result = closure()
     if not engines[0].step(optimizer):
         return ((args[0],), {}) if closure is None else ((args[0], lambda: result), {})
+    if not is_separable(optimizer) and leave_out(optimizer, result):
+        return None
     idle = _idle(optimizer)
     return ((idle,), {}) if closure is None else ((idle, lambda: result), {})
 
@@ -310,7 +332,7 @@ def _closure_of(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
 
 
 def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer without parameters, for torch's own step, whose work is done."""
+    """The same optimizer without parameters, for a step whose work is done."""
     idle = object.__new__(type(optimizer))
     vars(idle).update(vars(optimizer))
     idle.param_groups = [] if is_separable(optimizer) else [{**group, "params": []} for group in optimizer.param_groups]

@@ -291,7 +291,7 @@ def counting(parameters):
     [
         (optim.LBFGS, "LBFGS.step\\(\\) needs a closure"),
         (optim.SparseAdam, "SparseAdam works on sparse gradients"),
-        (counting, "changes param_groups\\[0\\]\\['count'\\]"),
+        (counting, "changes self.param_groups\\[0\\]\\['count'\\]"),
         (Branching, r"(?s)test_optimizers.py.*if p.grad is not None and p.grad.norm\(\) > 1"),
         (
             lambda p: optim.SGD([*p, nn.Parameter(torch.ones(2))]),

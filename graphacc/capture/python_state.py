@@ -1,0 +1,116 @@
+"""Python values that can change while they stay the same objects: whether they have, what they held, and giving it back."""
+
+import argparse
+import collections
+import dataclasses
+import enum
+import functools
+import hashlib
+import random
+import types
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+MUTABLE = (*CONTAINERS, *NAMESPACES, functools.partial, numpy.ndarray, Tensor)  # what can change while it stays the same object
+REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray)  # those of them that can be put back
+CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+"""What gives something else each time it is asked."""
+NESTED = 8  # of containers in containers that are looked into
+
+
+def snapshot(value: object, depth: int = NESTED) -> Hashable:
+    """A hashable value that is equal where a capture would read the same."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, slice):
+        return "slice", value.start, value.stop, value.step
+    if isinstance(value, (float, numpy.generic)):
+        return float if isinstance(value, float) else type(value), repr(value.item() if isinstance(value, numpy.generic) else value)  # NaN equals itself, 0.0 is not -0.0
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return "array", value.dtype.str, value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).data, digest_size=16).digest()
+    if isinstance(value, types.MethodType):
+        return "method", Same(value.__self__), Same(value.__func__)
+    if isinstance(value, NAMESPACES):
+        value = vars(value)
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
+    if isinstance(value, CONTAINERS) and depth:
+        items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
+        return type(value), len(value), tuple((snapshot(key, depth - 1), snapshot(item, depth - 1)) for key, item in items)
+    return Same(value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Same:
+    """An object that is equal to itself alone; it is kept alive, so that no other gets its id."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def contents_of(values: Iterable, depth: int = NESTED) -> Iterator[tuple[Any, Any]]:
+    """(container, copy) of what can be put back among values, and in them."""
+    for value in values:
+        if isinstance(value, REFILLED):
+            yield value, copy_of(value)
+        if isinstance(value, (*CONTAINERS, *NAMESPACES, functools.partial)) and depth > 1:
+            inside = value.keywords if isinstance(value, functools.partial) else vars(value) if isinstance(value, NAMESPACES) else value
+            yield from contents_of(inside.values() if isinstance(inside, dict) else inside, depth - 1)
+
+
+def leaves_of(values: Iterable, depth: int = NESTED) -> Iterator[object]:
+    """Values, and of containers what they hold."""
+    for value in values:
+        if isinstance(value, NAMESPACES):
+            value = vars(value)
+        if isinstance(value, CONTAINERS) and depth:
+            yield from leaves_of([*value.keys(), *value.values()] if isinstance(value, dict) else value, depth - 1)
+        else:
+            yield value
+
+
+def copy_of(container: Any) -> Any:
+    """What a container holds, without its own class."""
+    if isinstance(container, numpy.ndarray):
+        return container.copy()
+    if isinstance(container, NAMESPACES):
+        return dict(vars(container))
+    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a container what it held; nothing is written into one that still holds it, which may forbid that (a config that is frozen)."""
+    if _holds(container, content):
+        return
+    if isinstance(container, numpy.ndarray):
+        container[...] = content
+        return
+    if isinstance(container, NAMESPACES):
+        container = vars(container)
+    kind: Any = next(kind for kind in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, collections.deque) else kind.update)(container, content)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container holds the very objects of a copy, in its order."""
+    if isinstance(container, numpy.ndarray):
+        return snapshot(container) == snapshot(content)
+    if isinstance(container, set):
+        return container == content
+    now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (copy_of(container), content))
+    return len(now) == len(before) and all(key == other and x is y for (key, x), (other, y) in zip(now, before))
