@@ -1,12 +1,17 @@
 """Python values that can change while they stay the same objects: whether they have, what they held, and giving it back."""
 
 import argparse
+import array
 import collections
+import collections.abc
+import contextvars
 import dataclasses
 import enum
 import functools
 import hashlib
 import random
+import sys
+import threading
 import types
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
@@ -15,10 +20,15 @@ import numpy
 import torch
 from torch import Tensor
 
+from graphacc.capture.source import is_user_file
+
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-MUTABLE = (*CONTAINERS, *NAMESPACES, functools.partial, numpy.ndarray, Tensor)  # what can change while it stays the same object
+VIEWS = (bytearray, array.array, contextvars.ContextVar, threading.local, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""What is looked into by `_seen_in`; libraries' mappings and lists are, too."""
+MUTABLE = (*CONTAINERS, *NAMESPACES, *VIEWS, collections.abc.Mapping, collections.abc.MutableSequence, functools.partial, numpy.ndarray, Tensor)
+"""What can change while it stays the same object."""
 REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray)  # those of them that can be put back
 CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 """What gives something else each time it is asked."""
@@ -28,7 +38,7 @@ NESTED = 8  # of containers in containers that are looked into
 def snapshot(value: object, depth: int = NESTED) -> Hashable:
     """A hashable value that is equal where a capture would read the same."""
     if isinstance(value, Tensor):
-        return "tensor", id(value), 0 if value.is_inference() else value._version
+        return "tensor", id(value), 0 if value.is_inference() else value._version, _memory(value)
     if isinstance(value, slice):
         return "slice", value.start, value.stop, value.step
     if isinstance(value, (float, numpy.generic)):
@@ -46,7 +56,38 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
     if isinstance(value, CONTAINERS) and depth:
         items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
         return type(value), len(value), tuple((snapshot(key, depth - 1), snapshot(item, depth - 1)) for key, item in items)
+    if isinstance(value, MUTABLE) and depth and (seen := _seen_in(value)) is not None:
+        return Same(value), snapshot(seen, depth - 1)
     return Same(value)
+
+
+def _memory(value: Tensor) -> int:
+    """Where a tensor's values are: ``x.data = y`` changes it without another version."""
+    return value.data_ptr() if type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu" else 0
+
+
+def _seen_in(value: Any) -> object:
+    """What reading an object gives; None where that is not known."""
+    if isinstance(value, (bytearray, array.array)):
+        return bytes(value)
+    if isinstance(value, contextvars.ContextVar):
+        return value.get(None)
+    if isinstance(value, threading.local):
+        return vars(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return [{name: setting for name, setting in group.items() if name != "params"} for group in value.param_groups]
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return {name: item for name, item in vars(value).items() if isinstance(item, (PLAIN, list))}
+    if not is_library_class(type(value)):
+        return None  # its attributes are noted as they are read
+    return dict(value.items()) if isinstance(value, collections.abc.Mapping) else list(value)
+
+
+@functools.cache
+def is_library_class(cls: type) -> bool:
+    """Whether a class is Python's own or of an installed library."""
+    filename = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__module__ != "__main__" and (filename is None or not is_user_file(filename) or "site-packages" in filename)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -39,6 +39,8 @@ _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buf
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 MISSING = object()
+MAX_REWRITTEN = 8
+"""Changes of a variable's tensor, each of which is another capture."""
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
 _SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
@@ -241,7 +243,7 @@ class Guards:
         self.numbers: dict[str, None] = {}  # the same of numbers
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[nn.Module, str]] = {}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[tuple[int, type], _Place] = {}
         self._functions: set[types.CodeType] = set()
         self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._keys: dict[tuple, int] = {}
@@ -254,6 +256,7 @@ class Guards:
             everywhere.note(name, vars(torch.nn.modules.module)[name])
         self._noted: list[tuple[_Place | str, str, object, tuple]] = []  # (place, name, value, its containers and their copies), in this run
         self._caches: dict[int, tuple[Any, int]] = {}  # functions that keep their results, and how often they had none
+        self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
         self._settling: list[tuple[_Place, str, object]] = []  # (place, name, value) before these captures
 
     # ---- checking
@@ -267,7 +270,8 @@ class Guards:
             return self._token, []
         for place, (name, before, after) in changed:
             label = f"{place.label}.{name}"
-            if isinstance(place.owner, nn.Module) and self._is_number(before) and self._is_number(after) and label not in self.fixed:
+            self._rewritten[label] += 1
+            if isinstance(place.owner, nn.Module) and place.table is vars(place.owner) and self._is_number(before) and self._is_number(after) and label not in self.fixed:
                 self.numbers[label] = None
                 self._labels[label] = place.owner, name
                 place.drop(name)
@@ -403,13 +407,18 @@ class Guards:
         watched: set[type] = {cls}
 
         def look(owner: object, name: str) -> object:
-            value = original(owner, name)
             label = paths.get(id(owner))
+            try:
+                value = original(owner, name)
+            except AttributeError:
+                self._note_absent(owner, name, label)
+                raise
             if label is None and issubclass(type(owner), nn.Module):
                 return value  # a module of another model
             if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
                 for inside, held in list(value.items()):
-                    if inside not in _TABLES and not inside.startswith("_") and not isinstance(held, CONSUMED):
+                    hidden = inside in _TABLES or (inside.startswith("_") and isinstance(owner, nn.Module))
+                    if not hidden and not isinstance(held, CONSUMED):
                         self._note_attribute(owner, inside, held, label or type(owner).__name__, watch)
             if name in _TABLES or (name.startswith("__") and name.endswith("__")):
                 return value
@@ -426,6 +435,15 @@ class Guards:
 
         self._watch = watch
         stack.enter_context(patched(cls, __getattribute__=look))
+
+    def _note_absent(self, owner: object, name: str, label: str | None) -> None:
+        """``hasattr`` and ``getattr`` with a default find no attribute; the parameters and parts of a module are found elsewhere."""
+        table = getattr_plain(owner)
+        if table is None or (name.startswith("__") and name.endswith("__")):
+            return
+        if isinstance(owner, nn.Module) and (label is None or any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))):
+            return
+        self._place(owner, table, label or type(owner).__name__).note(name, MISSING)
 
     def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
         table = getattr_plain(owner)
@@ -476,7 +494,7 @@ class Guards:
         self._noted.append((place, name, value, () if hooks else tuple(contents_of([value]))))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
-        key = id(owner)
+        key = id(owner), type(table)  # a function has its variables and its defaults, an object its slots
         if key not in self._places:
             self._places[key] = _Place(owner, table, label)
         return self._places[key]
@@ -499,7 +517,9 @@ class Guards:
             inside = vars(value) if isinstance(value, NAMESPACES) else value
             for item in inside.values() if isinstance(inside, dict) else inside:
                 self._follow(item, min(depth - 1, _INSIDE), watch)
-        elif not isinstance(value, types.ModuleType):
+        elif isinstance(value, types.ModuleType):
+            self._note_settings(value)
+        else:
             watch(value)
 
     def _note_function(self, function: types.FunctionType, depth: int, watch: Callable) -> None:
@@ -513,13 +533,10 @@ class Guards:
         for name in ("__defaults__", "__kwdefaults__"):
             if any(isinstance(value, MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, REFILLED))):
                 self._note(function, _Defaults(function), code.co_name, name, getattr(function, name))
+        names = _names_of(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
-                self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch)
-        names = _names_of(code)
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):
-                self._note_class(cell.cell_contents, names)
+                self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch, names)
         for name in names & function.__globals__.keys():
             self._note_class(function.__globals__[name], names)
         if code in self._functions:
@@ -531,13 +548,16 @@ class Guards:
                 if isinstance(value, types.ModuleType):
                     self._note_module(value, names, depth, watch)
                 else:
-                    self._note_variable(function.__globals__, function.__globals__, function.__module__, name, value, depth, watch)
+                    self._note_variable(function.__globals__, function.__globals__, function.__module__, name, value, depth, watch, names)
         except CaptureError:
             self._functions.discard(code)  # it is refused again in the next capture
             raise
 
     def _note_class(self, cls: object, names: set[str]) -> None:
-        """Guard the attributes of a class of the user that code may read from the class itself."""
+        """Guard the attributes of a class, or of a function, of the user that code may read from it."""
+        if isinstance(cls, types.FunctionType) and vars(cls) and _is_own_file(cls.__code__.co_filename):
+            for name in names & vars(cls).keys():
+                self._note(cls, vars(cls), cls.__name__, name, vars(cls)[name])
         if not isinstance(cls, type):
             return
         for base in cls.__mro__:
@@ -548,19 +568,39 @@ class Guards:
                         if name not in vars(cls):  # the class itself may get one
                             self._note(cls, vars(cls), cls.__name__, name, MISSING)
 
-    def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable) -> None:
-        if isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)) and not isinstance(value, (type, Tensor)):
+    def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable, names: set[str]) -> None:
+        self._note_class(value, names)
+        if isinstance(value, Tensor):
+            if type(value) is Tensor:
+                self._note_tensor(owner, table, str(label), name, value)
+        elif isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)) and not isinstance(value, type):
             self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
-        elif callable(value) or not isinstance(value, Tensor):
+        else:
             if not isinstance(value, type):
                 self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
 
+    def _note_tensor(self, owner: object, table: Mapping, label: str, name: str, value: Tensor) -> None:
+        """Guard a variable whose tensor becomes a constant of the program."""
+        if self._rewritten[f"{label}.{name}"] > MAX_REWRITTEN:
+            raise CaptureError(
+                f"the forward reads the variable {name}, a tensor of shape {list(value.shape)} that the loop changes again and again, which a compiled program would hold as a constant: "
+                "pass it to the model, or register it as a buffer"
+            )
+        self._note(owner, table, label, name, value)
+
     def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
-        if _is_own_file(getattr(module, "__file__", None) or "<builtin>"):
+        if _is_own_module(module):
             for name in names & vars(module).keys():
-                self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch)
+                self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch, names)
+
+    def _note_settings(self, module: types.ModuleType) -> None:
+        """Guard the plain variables of a module of the user that is passed around, such as a file of settings."""
+        if _is_own_module(module):
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__") and isinstance(value, (*PLAIN, *CONTAINERS)) and not isinstance(value, type):
+                    self._note(vars(module), vars(module), module.__name__, name, value)
 
     @contextlib.contextmanager
     def _observers_noted(self) -> Iterator[None]:
@@ -782,6 +822,11 @@ def _names_of(code: types.CodeType | None) -> set[str]:
 def _is_own_file(filename: str) -> bool:
     """Whether code is the user's own, and not an installed library's, whose global state is taken as fixed."""
     return is_user_file(filename) and "site-packages" not in filename
+
+
+def _is_own_module(module: types.ModuleType) -> bool:
+    filename = getattr(module, "__file__", None)
+    return getattr(module, "__spec__", None) is None if filename is None else _is_own_file(filename)  # the user's code may make a module without a file
 
 
 def _is_library_object(owner: object) -> bool:
