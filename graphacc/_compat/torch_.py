@@ -209,6 +209,8 @@ def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
     if has(probes.FORWARD_MODE) and forward_ad._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
+    if has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, grad, jacrev) around it"
     hooks = None
     if torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS):
         from torch._C import _autograd

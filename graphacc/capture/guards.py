@@ -92,13 +92,18 @@ def no_python_randomness() -> Iterator[None]:
     """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
-    yield
-    if random.getstate() != python_state:
-        random.setstate(python_state)
-        raise CaptureError(_PYTHON_RANDOM.format("Python's random module"))
-    if numpy and str(numpy.random.get_state(legacy=False)["state"]) != str(numpy_state["state"]):
-        numpy.random.set_state(numpy_state)
-        raise CaptureError(_PYTHON_RANDOM.format("numpy.random"))
+    drawn = []
+    try:
+        yield
+    finally:  # PyTorch's own run, or the next capture, draws them again
+        if random.getstate() != python_state:
+            random.setstate(python_state)
+            drawn.append("Python's random module")
+        if numpy and str(numpy.random.get_state(legacy=False)["state"]) != str(numpy_state["state"]):
+            numpy.random.set_state(numpy_state)
+            drawn.append("numpy.random")
+    if drawn:
+        raise CaptureError(_PYTHON_RANDOM.format(drawn[0]))
 
 
 _PYTHON_RANDOM = (

@@ -95,8 +95,10 @@ class ByPyTorch:
             handle.refresh()
         known = self.engine.structure.is_current()  # what the loop has replaced before is adopted at the next call, not amid a recording's end
         with self.engine.direct_calls(), torch._C.DisableTorchFunctionSubclass():
-            yield
-        self.expect_writes()
+            try:
+                yield
+            finally:
+                self.expect_writes()  # also of code that raised in the middle
         if known and not self.engine.structure.is_current() and not self.engine.swapped():
             self.engine.adopt_tensors()
 

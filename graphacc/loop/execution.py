@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphacc import collector
 from graphacc.capture import hyperparameters, init_optimizer_state
+from graphacc.capture.guards import no_python_randomness
 from graphacc.graph import Kind
 from graphacc.loop import build, offload
 from graphacc.loop.buckets import Cut, reads_lengths
@@ -56,8 +57,15 @@ class Execution:
 
     def _joint_capture(self, tape: Tape) -> Callable[[Tape], build.Step]:
         """Captures forward and backward of a recording with the results of this one."""
-        strategy = self.engine.programs.strategy
-        return lambda like: self.capture(build.joint_graph, like, tape.outputs, strategy.precision, strategy.microbatches)
+        engine, strategy = self.engine, self.engine.programs.strategy
+        tensors = [handle.tensor for handle in engine.handles.values() if handle.kind is Kind.PARAM]
+        functions = [owner for call in tape.forward_calls if isinstance(owner := getattr(call.function, "__self__", None), type) and issubclass(owner, torch.autograd.Function)]
+
+        def capture(like: Tape) -> build.Step:
+            with engine.guards.noting_backward(tensors, functions), no_python_randomness():
+                return self.capture(build.joint_graph, like, tape.outputs, strategy.precision, strategy.microbatches)
+
+        return capture
 
     def settle_length(self, tape: Tape) -> None:
         """Give a recording that has a backward its bucket of lengths, if it has one."""

@@ -38,6 +38,7 @@ log = logging.getLogger("graphacc")
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
+_REGISTER = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_prehook"}
 MISSING = object()
 MAX_REWRITTEN = 8
 """Changes of a variable's tensor, each of which is another capture."""
@@ -256,6 +257,10 @@ class Guards:
             everywhere.note(name, vars(torch.nn.modules.module)[name])
         self._noted: list[tuple[_Place | str, str, object, tuple]] = []  # (place, name, value, its containers and their copies), in this run
         self._caches: dict[int, tuple[Any, int]] = {}  # functions that keep their results, and how often they had none
+        self.runs_backward = False  # whether code that was followed has a part that a backward runs
+        self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
+        self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
+        self._in_backward = False
         self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
         self._settling: list[tuple[_Place, str, object]] = []  # (place, name, value) before these captures
 
@@ -368,9 +373,13 @@ class Guards:
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
         self._noted = []
         self._functions.clear()
+        self._differentiated.clear()
+        self._methods.clear()
         with contextlib.ExitStack() as stack:
             self._watch_class(stack, nn.Module, paths)
-            stack.enter_context(self._observers_noted())
+            everywhere = vars(torch.nn.modules.module)
+            tables = [table for module in self.model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+            stack.enter_context(self._observers_noted([*tables, everywhere["_global_forward_hooks"], everywhere["_global_forward_pre_hooks"]]))
             stack.enter_context(self.caches_kept())
             stack.enter_context(_prints_said())
             settled = self._settled
@@ -390,6 +399,33 @@ class Guards:
         self._rounds = 0
         if changed:
             raise CaptureError(self.refusal.format(", ".join(changed)))
+
+    @contextlib.contextmanager
+    def noting_backward(self, tensors: Iterable[Tensor], functions: Iterable[type]) -> Iterator[None]:
+        """Note what code reads that a backward inside runs: hooks, and what `functions`, subclasses of torch.autograd.Function, do.
+
+        Raises:
+            CaptureError: the code inside changed Python state, which is restored, or reads a tensor that is no input.
+        """
+        everywhere = vars(torch.nn.modules.module)
+        with torch._C.DisableTorchFunctionSubclass():  # a look at a parameter brings its value from the devices
+            tables = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
+        tables += [table for module in self.model.modules() for table in (module._backward_hooks, module._backward_pre_hooks) if table]
+        tables += [everywhere[f"_global_backward_{kind}"] for kind in ("hooks", "pre_hooks") if everywhere[f"_global_backward_{kind}"]]
+        own = [function for function in functions if is_user_class(function)]
+        if not tables and not own and not self.runs_backward:
+            yield
+            return
+        self.settles, self._in_backward = False, True
+        try:
+            with self.noting():
+                for function in own:
+                    self._note_differentiated(function)
+                with self._observers_noted(tables):
+                    yield
+        finally:
+            del self.settles
+            self._in_backward = False
 
     @contextlib.contextmanager
     def caches_kept(self) -> Iterator[None]:
@@ -477,6 +513,8 @@ class Guards:
                 self.tensors[key] = None
                 self._labels[key] = owner, name
                 self._place(owner, table, label).take_as_input(name)
+                if self._in_backward:
+                    raise CaptureError(f"the backward reads the tensor {key}, which the forward does not read: register it as a buffer, or save it for backward")
                 raise NewInput(key)
             return value
         if type(owner).__module__.startswith("torch.nn.") and isinstance(value, CONTAINERS) and not name.endswith("_hooks"):
@@ -534,6 +572,7 @@ class Guards:
             if any(isinstance(value, MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, REFILLED))):
                 self._note(function, _Defaults(function), code.co_name, name, getattr(function, name))
         names = _names_of(code)
+        self.runs_backward |= not names.isdisjoint(_REGISTER)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
                 self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch, names)
@@ -560,13 +599,37 @@ class Guards:
                 self._note(cls, vars(cls), cls.__name__, name, vars(cls)[name])
         if not isinstance(cls, type):
             return
+        if issubclass(cls, torch.autograd.Function) and is_user_class(cls):
+            self._note_differentiated(cls)
         for base in cls.__mro__:
             if is_user_class(base):
                 for name in names & vars(base).keys():
+                    self._note_method(cls, vars(base)[name])
                     if isinstance(vars(base)[name], (*PLAIN, *MUTABLE, *CONSUMED, *_FUNCTIONS)):
                         self._note(base, vars(base), base.__name__, name, vars(base)[name])
                         if name not in vars(cls):  # the class itself may get one
                             self._note(cls, vars(cls), cls.__name__, name, MISSING)
+
+    def _note_method(self, cls: type, method: object) -> None:
+        """Guard what a method that is called on the class itself reads."""
+        function = inspect.unwrap(method.__func__) if isinstance(method, (staticmethod, classmethod)) else None
+        if isinstance(function, types.FunctionType) and (cls, function.__code__) not in self._methods:
+            self._methods.add((cls, function.__code__))
+            self._note_function(function, _DEPTH, self._watch)
+            self._note_class(cls, _names_of(function.__code__))
+
+    def _note_differentiated(self, function: type) -> None:
+        """Guard what the code of a subclass of torch.autograd.Function reads."""
+        if function in self._differentiated:
+            return
+        self._differentiated.add(function)
+        self.runs_backward = True
+        for base in filter(is_user_class, function.__mro__):
+            for method in vars(base).values():
+                code = inspect.unwrap(method.__func__) if isinstance(method, (staticmethod, classmethod)) else method
+                if isinstance(code, types.FunctionType):
+                    self._note_function(code, _DEPTH, self._watch)
+                    self._note_class(function, _names_of(code.__code__))
 
     def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable, names: set[str]) -> None:
         self._note_class(value, names)
@@ -603,15 +666,14 @@ class Guards:
                     self._note(vars(module), vars(module), module.__name__, name, value)
 
     @contextlib.contextmanager
-    def _observers_noted(self) -> Iterator[None]:
+    def _observers_noted(self, tables: Iterable[dict]) -> Iterator[None]:
         """Note hooks of the user's own that return None: they only observe, which a program cannot do for them."""
         replaced = []
-        for module in self.model.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key, hook in hooks.items():
-                    code = getattr(hook, "__code__", None)
-                    if code is not None and _is_own_file(code.co_filename):
-                        replaced.append((hooks, key, hook))
+        for hooks in tables:
+            for key, hook in hooks.items():
+                code = getattr(hook, "__code__", None)
+                if code is not None and _is_own_file(code.co_filename):
+                    replaced.append((hooks, key, hook))
         for hooks, key, hook in replaced:
             self._follow(hook, _DEPTH, self._watch)
             hooks[key] = self._noted_hook(hook)

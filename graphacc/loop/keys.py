@@ -1,18 +1,22 @@
 """The keys of the random numbers in what is compiled: (seed, how many recordings there have been under it).
 
 They follow PyTorch's generator: after ``torch.manual_seed(s)`` the same recordings draw the same numbers again, also within
-``torch.random.fork_rng()``. A compiled program takes nothing from that generator, so one that has just been seeded looks the same after a
-step; the first program that draws numbers under a seed therefore takes one from it.
+``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. A compiled
+program takes nothing from that generator; so that its state tells one recording from another, each takes one number from it as soon as a program
+draws. A model that draws nothing takes nothing.
 """
 
 import collections
+import hashlib
 
 import torch
 
-from graphacc._compat.torch_ import without_modes
+from graphacc._compat.torch_ import outside_of_transforms, without_modes
 
 _MAX_SEEDS = 256
 """Seeds whose count is remembered, for loops that go back to one (`fork_rng`)."""
+_MAX_STATES = 4096
+"""States of the generator whose key is remembered, for loops that go back to one."""
 
 
 class RandomKeys:
@@ -31,25 +35,38 @@ class RandomKeys:
         self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # torch's seed -> `counter` when it was left
         self._draws = False  # a program has drawn numbers
         self._fresh: tuple[int, torch.Tensor] | None = None  # torch's seed, and the state of a generator that was just given it
+        self._known: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()  # state of the generator -> the key of a recording that found it
 
     def next(self) -> tuple[int, int]:
-        if self._follows:
-            self._follow()
-        self.counter += 1
-        return self.seed, self.counter
+        if not self._follows:
+            self.counter += 1
+            return self.seed, self.counter
+        self._follow()
+        state = _state()
+        key = self._known.get(state) if self._draws else None
+        if key is None:
+            if self._draws and self._just_seeded():
+                self.counter = 0
+            self.counter += 1
+            key = self._known[state] = self.seed, self.counter
+            if len(self._known) > _MAX_STATES:
+                self._known.popitem(last=False)
+        if self._draws:
+            _draw()
+        return key
 
     def note_draws(self) -> None:
         """A program that draws numbers is about to run."""
         if self._follows and not self._draws:
             self._draws = True
-            if self._just_seeded():
-                _draw()
+            _draw()
 
     def restart(self, seed: int, counter: int) -> None:
         """Go on from a checkpoint; the next ``torch.manual_seed`` sets it anew."""
         self.seed, self.counter = seed, counter
         self._torch_seed = torch.initial_seed()
         self._counters.clear()
+        self._known.clear()
         if self._draws and self._just_seeded():
             _draw()
 
@@ -60,18 +77,20 @@ class RandomKeys:
             if len(self._counters) > _MAX_SEEDS:
                 self._counters.popitem(last=False)
             self.seed, self.counter, self._torch_seed = now & 0xFFFFFFFF, self._counters.pop(now, 0), now
-        if self._draws and self._just_seeded():
-            self.seed, self.counter = now & 0xFFFFFFFF, 0
-            _draw()
 
     def _just_seeded(self) -> bool:
         now = torch.initial_seed()
-        with without_modes():
+        with without_modes(), outside_of_transforms():
             if self._fresh is None or self._fresh[0] != now:
                 self._fresh = now, torch.Generator().manual_seed(now).get_state()
             return torch.equal(torch.default_generator.get_state(), self._fresh[1])
 
 
+def _state() -> bytes:
+    with without_modes(), outside_of_transforms():
+        return hashlib.blake2b(torch.default_generator.get_state().numpy().data, digest_size=16).digest()
+
+
 def _draw() -> None:
-    with without_modes():
+    with without_modes(), outside_of_transforms():
         torch.empty((), dtype=torch.int64).random_()

@@ -13,7 +13,7 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.hlo import HloStep
 from graphacc.loop.engine import Engine
-from graphacc.loop.mixed import mix_in, own_class
+from graphacc.loop.mixed import Mixin, mix_in, own_class
 from graphacc.loop.on_torch_xla import OnTorchXla
 from graphacc.passes.loss_chunks import ChunkReport
 from graphacc.passes.remat import RematReport
@@ -34,7 +34,7 @@ class Memory:
     host_bytes: int = 0  # exact parameters, optimizer state and arriving gradients on this process's host, for all its devices (`Strategy.offload`)
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(Mixin):
     """Mixed into a model's class by `graphacc.compile`: the model stays the object that it was, with all its attributes.
 
     ``state_dict()``, ``parameters()`` and the like are the model's own; reading a parameter brings its value from the

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from graphacc.capture.borrow import distinct_buffers, distinct_parameters
 from graphacc.capture.lazy import xla
 from graphacc.errors import StrategyError
-from graphacc.loop.mixed import mix_in, own_class
+from graphacc.loop.mixed import Mixin, mix_in, own_class
 from graphacc.runtime.distributed import process_count
 from graphacc.strategy import Strategy
 
@@ -29,7 +29,7 @@ _EXPLANATION = (
 _results: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> weak references to what its last call returned
 
 
-class OnTorchXla(nn.Module):
+class OnTorchXla(Mixin):
     """Mixed into a model's class: its calls take tensors of the host, ``state_dict()`` gives them.
 
     What a call returns stays on the device: a tensor that meets it outside of the model has to be there too, ``labels.to(logits.device)``.

@@ -64,7 +64,8 @@ _NEEDS_AUTOGRAD = frozenset(
 """Functions that work on autograd's own graph."""
 
 
-_WITHOUT_GRADIENT = frozenset({Tensor.data.__get__, Tensor.data.__set__, Tensor.detach})
+_ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim")
+_WITHOUT_GRADIENT = frozenset({Tensor.data.__get__, Tensor.data.__set__, Tensor.detach, *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)})
 
 
 class Promise(Tensor):

@@ -493,6 +493,8 @@ class Tape:
             raise CaptureError(
                 "the model returns an iterator (a generator, map or zip), whose code runs only when the loop reads it: return a list or a tuple of what it gives"
             )
+        if self.engine.is_model(function) and (computes := [leaf for leaf in leaves if isinstance(leaf, _COMPUTES)]):
+            raise CaptureError(f"the model returns a {type(computes[0]).__name__}, which computes with tensors: return its parameters, and make it of them in the loop")
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if all(leaf is not None and _is_static(leaf) for leaf in leaves):
@@ -896,6 +898,10 @@ _STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 
 def _is_static(leaf: object) -> bool:
     return isinstance(leaf, _STATIC) or leaf is Ellipsis
+
+
+_COMPUTES = (torch.distributions.Distribution, torch.distributions.Transform)
+"""Results of a model that the loop calls and asks for their class."""
 
 
 class Opaque:

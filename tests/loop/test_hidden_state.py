@@ -1,0 +1,457 @@
+"""What the model's code reads beside its arguments, and what changes between steps: the same as without GraphAcc."""
+
+import abc
+import array
+import collections
+import contextvars
+import copy
+import random
+import threading
+import types
+import typing
+
+import pytest
+import torch
+from tolerances import LOSS, assert_close
+from torch import nn
+
+import graphacc
+
+X = torch.linspace(-1, 1, 32).view(8, 4)
+SCALE = torch.ones(1)
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT", default=1.0)
+
+
+class Setting:
+    gain = 1.0
+
+    @classmethod
+    def read(cls):
+        return cls.gain
+
+
+def with_attribute():
+    return with_attribute.gain
+
+
+def train(model: nn.Module, steps: int = 2) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(X) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_equal(run: typing.Callable, **options) -> None:
+    """`run(compile)` gives numbers; `compile` is the identity, then `graphacc.compile`."""
+    torch.manual_seed(0)
+    expected = run(lambda model: model)
+    torch.manual_seed(0)
+    found = run(lambda model: graphacc.compile(model, **{"devices": 1, **options}))
+    assert_close(torch.tensor(found), torch.tensor(expected), tolerance=LOSS)
+
+
+def _optimizer():
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+
+
+def _stepped(scheduler):
+    scheduler.optimizer.step()
+    scheduler.step()
+
+
+def _local():
+    value = threading.local()
+    value.gain = 1.0
+    return value
+
+
+def _module():
+    module = types.ModuleType("settings_of_a_test")
+    module.gain = 1.0
+    return module
+
+
+READ = {
+    "a tensor in place": (lambda: torch.ones(1), lambda state: state, lambda state: state.fill_(3.0)),
+    "the memory of a tensor in a list": (lambda: [torch.ones(1)], lambda state: state[0], lambda state: setattr(state[0], "data", torch.full((1,), 3.0))),
+    "hasattr": (types.SimpleNamespace, lambda state: 3.0 if hasattr(state, "on") else 1.0, lambda state: setattr(state, "on", 1)),
+    "hasattr of an object": (Setting, lambda state: 3.0 if hasattr(state, "on") else 1.0, lambda state: setattr(state, "on", 1)),
+    "getattr with a default": (Setting, lambda state: getattr(state, "on", 1.0), lambda state: setattr(state, "on", 3.0)),
+    "the rate of an optimizer": (_optimizer, lambda state: state.param_groups[0]["lr"], lambda state: state.param_groups[0].update(lr=3.0)),
+    "the epoch of a scheduler": (lambda: torch.optim.lr_scheduler.LambdaLR(_optimizer(), lambda _: 1.0), lambda state: state.last_epoch + 1.0, _stepped),
+    "a UserDict": (lambda: collections.UserDict(gain=1.0), lambda state: state["gain"], lambda state: state.update(gain=3.0)),
+    "a UserList": (lambda: collections.UserList([1.0]), lambda state: state[0], lambda state: state.__setitem__(0, 3.0)),
+    "a ChainMap": (lambda: collections.ChainMap({"gain": 1.0}), lambda state: state["gain"], lambda state: state.update(gain=3.0)),
+    "a module of settings": (_module, lambda state: state.gain, lambda state: setattr(state, "gain", 3.0)),
+    "a context variable": (lambda: CONTEXT, lambda state: state.get(), lambda state: state.set(3.0)),
+    "a thread's own": (_local, lambda state: state.gain, lambda state: setattr(state, "gain", 3.0)),
+    "an attribute of a function": (lambda: with_attribute, lambda state: state.gain, lambda state: setattr(state, "gain", 3.0)),
+    "an attribute that a function reads of itself": (lambda: with_attribute, lambda state: state(), lambda state: setattr(state, "gain", 3.0)),
+    "an array": (lambda: array.array("d", [1.0]), lambda state: state[0], lambda state: state.__setitem__(0, 3.0)),
+    "bytes": (lambda: bytearray([1]), lambda state: float(state[0]), lambda state: state.__setitem__(0, 3)),
+}
+
+
+LAZY = pytest.mark.filterwarnings("ignore:the step is captured by lazy tensors")  # FX does not take tensors from outside
+
+
+@LAZY
+@pytest.mark.parametrize("where", ["closure", "attribute"])
+@pytest.mark.parametrize("what", READ)
+def test_what_the_forward_reads_may_change(what, where):
+    make, read, change = READ[what]
+
+    def run(compile):
+        CONTEXT.set(1.0)
+        with_attribute.gain = Setting.gain = 1.0
+        state = make()
+
+        class Model(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * read(state if where == "closure" else self.state)
+
+        model = Model(4, 1)
+        model.state = state
+        model = compile(model)
+        losses = train(model)
+        change(state)
+        return losses + train(model)
+
+    assert_equal(run)
+    Setting.gain = 1.0
+
+
+@LAZY
+@pytest.mark.parametrize("strategy", ["dp=1", "fsdp=8"])
+def test_global_tensors_and_absent_attributes(strategy):
+    class Model(nn.Linear):
+        __slots__ = ("slot",)
+
+        def forward(self, x):
+            return super().forward(x) * SCALE * getattr(self, "gain", 1.0) * self.slot * Setting.read()
+
+    def run(compile):
+        global SCALE
+        SCALE, Setting.gain = torch.ones(1), 1.0
+        model = Model(4, 1)
+        model.slot = 1.0
+        model = compile(model)
+        losses = train(model)
+        SCALE.mul_(3)
+        losses += train(model)
+        SCALE = torch.full((1,), 0.5)
+        losses += train(model)
+        model.gain = 2.0
+        losses += train(model)
+        model.slot = 0.5
+        losses += train(model)
+        Setting.gain = 1.5
+        return losses + train(model)
+
+    assert_equal(run, devices=None, strategy=strategy)
+    Setting.gain = 1.0
+
+
+@LAZY
+def test_a_global_tensor_that_changes_in_every_step_is_left_to_pytorch():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * SCALE
+
+    def run(compile):
+        global SCALE
+        SCALE = torch.ones(1)
+        model = compile(Model(4, 1))
+        losses = []
+        for _ in range(14):
+            losses += train(model, 1)
+            SCALE.mul_(0.9)
+        if hasattr(model, "explain"):
+            assert "SCALE" in model.explain() and "runs by PyTorch" in model.explain()
+        return losses
+
+    assert_equal(run)
+
+
+# ---- code that a backward runs
+
+
+class Reversed(torch.autograd.Function):
+    strength = 1.0
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Reversed.strength * ctx.module.gain * SCALE, None
+
+
+def test_what_the_backward_of_a_function_reads():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.gain = nn.Linear(4, 4), nn.Linear(4, 1), 1.0
+
+        def forward(self, x):
+            return self.second(Reversed.apply(self.first(x), self))
+
+    def run(compile):
+        global SCALE
+        SCALE, Reversed.strength = torch.ones(1), 1.0
+        model = compile(Model())
+        losses = train(model)
+        Reversed.strength = -0.5
+        losses += train(model)
+        model.gain = 3.0
+        losses += train(model)
+        SCALE.fill_(0.1)
+        return losses + train(model)
+
+    assert_equal(run)
+
+
+HOOKS: dict[str, typing.Callable] = {
+    "counts": lambda seen, mask: lambda gradient: seen.append(1.0),
+    "keeps norms": lambda seen, mask: lambda gradient: seen.append(gradient.norm()),
+    "stops": lambda seen, mask: lambda gradient: seen.append(0.0) or (gradient * 0 if len(seen) > 2 else None),
+    "masks": lambda seen, mask: lambda gradient: gradient * mask[0],
+}
+
+
+@pytest.mark.parametrize("where", ["parameter", "module"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_the_backward(kind, where):
+    def run(compile):
+        seen: list = []
+        mask = [torch.ones(1)]
+        model = compile(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+        hook = HOOKS[kind](seen, mask)
+        if where == "parameter":
+            model[0].weight.register_hook(hook)
+        elif kind != "stops":
+            model[1].register_full_backward_hook(lambda module, given, gradients: None if (found := hook(gradients[0])) is None else (found * given[0],))
+        losses = train(model, 3)
+        mask[0].mul_(0.5)
+        losses += train(model)
+        mask[0] = torch.zeros(1)
+        return [*losses, *train(model), *(float(x) for x in seen)]
+
+    assert_equal(run)
+
+
+def test_python_randomness_in_a_hook_is_drawn_in_every_step():
+    def run(compile):
+        random.seed(0)
+        model = compile(nn.Linear(4, 1))
+        model.weight.register_hook(lambda gradient: gradient * random.random())
+        return [*train(model, 4), random.random()]
+
+    assert_equal(run)
+
+
+def test_a_forward_that_draws_and_reads_what_changes():
+    """The state of Python's generator is put back when another capture is needed, too."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.p = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), 0.9
+
+        def forward(self, x):
+            for layer in self.layers:
+                if random.random() < self.p:
+                    x = layer(x)
+            return x.sum(1, keepdim=True)
+
+    def run(compile):
+        random.seed(0)
+        model = compile(Model())
+        losses = []
+        for step in range(6):
+            model.p = 0.9 - 0.1 * step
+            losses += train(model, 1)
+        return [*losses, random.random()]
+
+    assert_equal(run)
+
+
+# ---- classes of models, and what they return
+
+
+class Abstract(abc.ABC, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    @abc.abstractmethod
+    def forward(self, x): ...
+
+
+class OfAbstract(Abstract):
+    def forward(self, x):
+        return self.layer(x)
+
+
+class OfGeneric(typing.Generic[typing.TypeVar("T")], nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Registered(nn.Linear):
+    known: typing.ClassVar[dict] = {}
+
+    def __init_subclass__(cls, tag, **options):
+        assert tag not in Registered.known, f"{tag} is there already"
+        Registered.known[tag] = cls
+        super().__init_subclass__(**options)
+
+
+class OfRegistered(Registered, tag="one"):
+    pass
+
+
+class Registry(type):
+    known: typing.ClassVar[dict] = {}
+
+    def __new__(cls, name, bases, attributes):
+        made = super().__new__(cls, name, bases, attributes)
+        Registry.known[name] = made
+        return made
+
+
+class OfMetaclass(nn.Linear, metaclass=Registry):
+    pass
+
+
+@pytest.mark.parametrize("make", [OfAbstract, OfGeneric, lambda: OfRegistered(4, 1), lambda: OfMetaclass(4, 1)], ids=["ABC", "Generic", "__init_subclass__", "metaclass"])
+def test_classes_that_do_not_begin_with_a_module(make):
+    assert_equal(lambda compile: train(compile(make()), 3))
+    model = graphacc.compile(make(), devices=1)
+    assert isinstance(model, type(make())) and model.__class__ is type(make())
+    assert type(copy.deepcopy(model)) is type(make()) or isinstance(copy.deepcopy(model), type(make()))
+    assert Registered.known == {"one": OfRegistered} and Registry.known == {"OfMetaclass": OfMetaclass}
+
+
+def test_a_model_that_returns_a_distribution():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Normal(super().forward(x), torch.ones(8, 1))
+
+    def run(compile):
+        model = compile(Model(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            found = model(X)
+            loss = -found.log_prob(torch.ones(8, 1)).mean()
+            if isinstance(found, torch.distributions.Distribution):
+                loss = loss + 0.1 * found.mean.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    assert_equal(run)
+
+
+# ---- random numbers
+
+
+def test_a_restored_state_of_the_generator_draws_the_same_mask():
+    """As GradCache and others rely on."""
+    torch.manual_seed(0)
+    model = graphacc.compile(nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5)), devices=1)
+
+    @torch.no_grad()
+    def drawn() -> list:
+        return model(X).tolist()
+
+    drawn()
+    state = torch.get_rng_state()
+    first, second = drawn(), drawn()
+    assert first != second
+    with torch.random.fork_rng():
+        torch.set_rng_state(state)
+        assert drawn() == first
+        with torch.enable_grad():
+            again = model(X)
+            again.sum().backward()
+        assert again.tolist() == second
+    third = drawn()
+    assert third not in (first, second)
+    torch.manual_seed(5)
+    seeded = drawn()
+    torch.manual_seed(5)
+    assert drawn() == seeded and drawn() != seeded
+
+
+# ---- what interrupts or surrounds a call
+
+
+@pytest.mark.parametrize("behind", ["a layer", "nothing"])
+@pytest.mark.parametrize("failing", [{2}, {2, 3}])
+def test_statistics_of_a_forward_that_fails(failing, behind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4) if behind == "a layer" else nn.Identity()
+            self.norm, self.last, self.fails = nn.BatchNorm1d(4), nn.Linear(4, 1), False
+
+        def forward(self, x):
+            x = self.norm(self.first(x))
+            if self.fails:
+                raise ValueError("the batch is bad")
+            return self.last(x)
+
+    def run(compile):
+        model = compile(Model())
+        losses = []
+        for step in range(5):
+            model.fails = step in failing
+            try:
+                losses += train(model, 1)
+            except ValueError:
+                losses.append(0.0)
+        return [*losses, *model.norm.running_mean.tolist(), *model.norm.running_var.tolist(), float(model.norm.num_batches_tracked)]
+
+    assert_equal(run)
+
+
+TRANSFORMS: dict[str, typing.Callable] = {
+    "vmap": lambda model: torch.func.vmap(model)(X),
+    "jacrev": lambda model: torch.func.jacrev(model)(X[0]),
+    "vmap of jacrev": lambda model: torch.func.vmap(torch.func.jacrev(model))(X),
+    "jacfwd": lambda model: torch.func.jacfwd(model)(X[0]),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+    "vjp": lambda model: torch.func.vjp(model, X)[1](torch.ones(8, 1))[0],
+    "hessian": lambda model: torch.func.hessian(lambda x: model(x).square().sum())(X[0]),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_transforms_of_a_model_in_the_loss(kind):
+    def run(compile):
+        model = compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = (model(X) - 1).square().mean() + 0.1 * TRANSFORMS[kind](model).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    assert_equal(run)
