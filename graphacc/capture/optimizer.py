@@ -344,8 +344,7 @@ def _equal_steps(one: _Step, other: _Step) -> bool:
 
 def _created_state(optimizer: Optimizer, member: Member, parameter: Tensor) -> dict[str, Tensor]:
     if _prepares_group(traceable_class(optimizer)):
-        reads_values = not is_separable(optimizer)  # torch's own look at shape and dtype alone
-        state = _prepared(optimizer, member.group, parameter.detach() if reads_values else torch.empty_like(parameter).detach())
+        state = _prepared(optimizer, member.group, torch.empty_like(parameter).detach())  # they look at shape and dtype alone
     else:
         with explained(f"the optimizer {type(optimizer).__name__}"):
             state = _eager_step(optimizer, member, parameter.detach(), torch.zeros_like(parameter), {}).first
@@ -354,7 +353,7 @@ def _created_state(optimizer: Optimizer, member: Member, parameter: Tensor) -> d
 
 def _prepares_group(optimizer_class: type[Optimizer]) -> bool:
     """Whether the class creates all state in ``_init_group``, as torch's own do but SGD."""
-    return hasattr(optimizer_class, "_init_group") and not issubclass(optimizer_class, torch.optim.SGD)
+    return hasattr(optimizer_class, "_init_group") and _is_torchs_own(optimizer_class) and not issubclass(optimizer_class, torch.optim.SGD)
 
 
 def is_separable(optimizer: Optimizer) -> bool:

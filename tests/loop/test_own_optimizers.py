@@ -468,3 +468,21 @@ def test_an_exception_of_a_hook_leaves_the_step_as_it_was():
     weight = model.weight.detach().clone()
     steps(model, optimizer)
     assert not torch.equal(weight, model.weight)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adopt", "sgdw", "lion", "adafactorbv", "madgrad", "mars"])
+def test_optimizers_of_timm(name):
+    """lamb counts in its groups; adopt's first step is another than the later ones."""
+    optim = pytest.importorskip("timm.optim")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    losses = []
+    for one in (copy.deepcopy(model), graphacc.compile(model, devices=1)):
+        optimizer = optim.create_optimizer_v2(one, opt=name, lr=0.01)
+        for _ in range(4):
+            loss = (one(torch.linspace(-1, 1, 32).view(8, 4)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert_close(torch.tensor(losses[4:]), torch.tensor(losses[:4]), tolerance=LOSS)
