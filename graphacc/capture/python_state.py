@@ -32,6 +32,8 @@ MUTABLE = (*CONTAINERS, *NAMESPACES, *VIEWS, collections.abc.Mapping, collection
 REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray)  # those of them that can be put back
 CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 """What gives something else each time it is asked."""
+LONGEST = 4096
+"""Items of a library's mapping or list that are looked through in every step."""
 NESTED = 8  # of containers in containers that are looked into
 
 
@@ -63,7 +65,12 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
 
 def _memory(value: Tensor) -> int:
     """Where a tensor's values are: ``x.data = y`` changes it without another version."""
-    return value.data_ptr() if type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu" else 0
+    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+        return 0
+    try:
+        return value.data_ptr()
+    except RuntimeError:
+        return 0  # one inside a transform of torch.func
 
 
 def _seen_in(value: Any) -> object:
@@ -78,8 +85,8 @@ def _seen_in(value: Any) -> object:
         return [{name: setting for name, setting in group.items() if name != "params"} for group in value.param_groups]
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return {name: item for name, item in vars(value).items() if isinstance(item, (PLAIN, list))}
-    if not is_library_class(type(value)):
-        return None  # its attributes are noted as they are read
+    if not is_library_class(type(value)) or len(value) > LONGEST:
+        return None  # the attributes of a user's class are noted as they are read
     return dict(value.items()) if isinstance(value, collections.abc.Mapping) else list(value)
 
 
