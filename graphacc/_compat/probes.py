@@ -121,6 +121,16 @@ TRANSFORMS = Feature(
     without="state cannot be fetched inside of them",
     apis=("torch._C:_functorch.peek_interpreter_stack", "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"),
 )
+MODES = Feature(
+    title="noticing modes of torch around a compiled model",
+    without="a TorchFunctionMode or TorchDispatchMode around a call does not see what it computes",
+    apis=(
+        "torch._C:_len_torch_function_stack",
+        "torch._C:_len_torch_dispatch_stack",
+        "torch.overrides:_get_current_function_mode_stack",
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+    ),
+)
 STORAGE_USERS = Feature(
     title="seeing whether the loop holds a tensor",
     without="every one is taken as held, and state comes to the host in every step that it may be read in",

@@ -39,6 +39,7 @@ def rebuilt(
         CaptureError: the trace lifted a tensor that requires a gradient, or one that it replaced; or an operator gives no result.
     """
     forward_of = _notes_by_sequence(module.graph)
+    _drop_ranges(module)
     _check_effects(module, phase, forward_of)
     module.graph.eliminate_dead_code()  # also what has no value, such as a gradient that was not asked for
     graph = fx.Graph()
@@ -100,6 +101,13 @@ def _is_uniform(value: Tensor) -> bool:
     if value.numel() == 0 or value.is_complex():
         return False
     return bool((value == value.flatten()[0]).all())
+
+
+def _drop_ranges(module: fx.GraphModule) -> None:
+    """Ranges of torch.profiler, which newer versions of torch trace, mean nothing in a program."""
+    for node in reversed(list(module.graph.nodes)):
+        if isinstance(node.target, OpOverload) and node.target.namespace == "profiler" and not node.users:
+            module.graph.erase_node(node)
 
 
 def _check_effects(module: fx.GraphModule, phase: Phase, forward_of: dict[int, dict]) -> None:

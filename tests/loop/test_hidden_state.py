@@ -3,6 +3,7 @@
 import abc
 import array
 import collections
+import contextlib
 import contextvars
 import copy
 import random
@@ -440,6 +441,7 @@ TRANSFORMS: dict[str, typing.Callable] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's own functions
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_transforms_of_a_model_in_the_loss(kind):
     def run(compile):
@@ -453,5 +455,35 @@ def test_transforms_of_a_model_in_the_loss(kind):
             optimizer.step()
             losses.append(loss.item())
         return losses
+
+    assert_equal(run)
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Counting.products += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Doubling, Counting])
+def test_modes_around_a_call(mode):
+    """Around every second step."""
+
+    def run(compile):
+        Counting.products = 0
+        model = compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+        losses = []
+        for step in range(4):
+            with mode() if step % 2 else contextlib.nullcontext():
+                losses += train(model, 1)
+        return [*losses, float(Counting.products)]
 
     assert_equal(run)
