@@ -211,8 +211,6 @@ def watched_by_autograd() -> str | None:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
     if has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func (vmap, grad, jacrev) around it"
-    if has(probes.MODES) and (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()) and (mode := _mode_around()) is not None:
-        return f"a {type(mode).__name__} around it"
     hooks = None
     if torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS):
         from torch._C import _autograd
@@ -223,14 +221,16 @@ def watched_by_autograd() -> str | None:
     return None
 
 
-def _mode_around() -> object | None:
+def mode_around() -> str | None:
     """A mode of the user's, or of torch's (FlopCounterMode), that sees every function or operator; torch's contexts of a device change none."""
+    if not has(probes.MODES) or not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return None
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     modes = [mode for mode in _get_current_function_mode_stack() if not type(mode).__module__.startswith("torch.")]
     modes += _get_current_dispatch_mode_stack()
-    return next((mode for mode in modes if not type(mode).__module__.startswith("graphacc.")), None)
+    return next((f"a {type(mode).__name__} around it" for mode in modes if not type(mode).__module__.startswith("graphacc.")), None)
 
 
 def is_multi_grad_hook(hook: object) -> bool:

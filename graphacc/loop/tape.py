@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import storage_users, watched_by_autograd
+from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
@@ -155,7 +155,7 @@ class Tape:
         Raises:
             NotRecorded: the call cannot be part of the recording, which is as it was before.
         """
-        if watched := watched_by_autograd():
+        if watched := watched_by_autograd() or mode_around():
             raise NotRecorded(watched)
         counts = len(self.externals), len(self.values)
         given, spec = trees.flatten((args, kwargs))
