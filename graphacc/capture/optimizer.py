@@ -181,14 +181,14 @@ def _python_values(optimizer: Optimizer) -> dict[str, object]:
     found = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step", "zero_grad", *_HOOKS)}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"self.param_groups[{index}][{name!r}]": value for name, value in group.items() if name != "params"}
-        for parameter in group["params"]:
-            found |= {f"{name} of a parameter": value for name, value in attributes_of(parameter).items()}
+        for number, parameter in enumerate(group["params"]):
+            found |= {f"{name} of parameter {number} of group {index}": value for name, value in attributes_of(parameter).items()}
     return found
 
 
 def attributes_of(parameter: Tensor) -> dict[str, object]:
     """The attributes that the user's code has given to a parameter."""
-    return {name: value for name, value in vars(parameter).items() if not name.startswith("_")}
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_graphacc")}
 
 
 def run_step(double: Optimizer) -> None:
@@ -309,7 +309,7 @@ def lazy_keys(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, list[s
 
 
 def _lazy_keys_of_toy(optimizer: Optimizer, member: Member) -> list[str]:
-    """None where a first step is the same as a step from the state that is made for it."""
+    """Empty where a first step is the same as a step from the state that is made for it."""
     toy = torch.ones([2] * member.parameter.dim())
     grad = torch.arange(1.0, toy.numel() + 1).reshape(toy.shape)
     first_step = _eager_step(optimizer, member, toy, grad, {})

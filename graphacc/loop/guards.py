@@ -261,6 +261,7 @@ class Guards:
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
         self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
         self._in_backward = False
+        self._set_in_backward: list[str] = []  # attributes of modules
         self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
         self._settling: list[tuple[_Place, str, object]] = []  # (place, name, value) before these captures
 
@@ -421,11 +422,26 @@ class Guards:
             with self.noting():
                 for function in own:
                     self._note_differentiated(function)
-                with self._observers_noted(tables):
+                with self._observers_noted(tables), patched(nn.Module, __setattr__=self._noting_write(nn.Module.__setattr__)):
                     yield
         finally:
             del self.settles
             self._in_backward = False
+
+    def _noting_write(self, original: Callable) -> Callable:
+        """Attributes of modules that a backward sets are no results of a program, as those are that the forward sets."""
+
+        own = {id(module) for module in self.model.modules()}  # fx sets constants on a module of its own
+
+        def write(module: nn.Module, name: str, value: object) -> None:
+            frame = sys._getframe(1) if id(module) in own or is_user_class(type(module)) else None
+            while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+                frame = frame.f_back
+            if frame is not None:
+                self._set_in_backward.append(f"{type(module).__name__}.{name}")
+            original(module, name, value)
+
+        return write
 
     @contextlib.contextmanager
     def caches_kept(self) -> Iterator[None]:
@@ -705,7 +721,7 @@ class Guards:
 
         A plain attribute of an object, such as a config's, keeps its new value: the next capture, which follows, starts from it. All else is restored.
         """
-        changed = []
+        changed, self._set_in_backward = self._set_in_backward, []
         for place, name, value, contents in reversed(self._noted):  # the oldest copies are those from before
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")

@@ -196,6 +196,17 @@ class AttributeOfParameter(Own):
             p.sub_(group["lr"] * p.average.mul_(0.9).add_(p.grad))
 
 
+class HiddenAttributeOfOne(Own):
+    """Of the first parameter alone; the others have a number of that name."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, (group, p) in enumerate(self.each()):
+            if not hasattr(p, "_average"):
+                p._average = 1.0 if number else torch.zeros_like(p)
+            p.sub_(group["lr"] * p.grad * p._average if number else group["lr"] * p._average.mul_(0.9).add_(p.grad))
+
+
 class SettingOfParameter(Own):
     """The loop changes it."""
 
