@@ -175,7 +175,7 @@ class Recorder(_WithMasks):
         self._sources: set[int] = set()  # memory of the leaves
         for fake, place in leaves:
             self._places[id(fake)] = place
-            self._sources.add(_memory(fake))
+            self._sources.add(memory_of(fake))
             self.log.alive.append(fake)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -184,7 +184,7 @@ class Recorder(_WithMasks):
         places = [self._place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         follows = torch.Tag.nondeterministic_seeded not in func.tags and not any(place is None for place, leaf in zip(places, leaves) if leaf is not None)
         overwritten = [leaf for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor)]
-        written = frozenset(map(_memory, overwritten))
+        written = frozenset(map(memory_of, overwritten))
         if follows and self._answering is not None and decides(func, args, kwargs):
             return self._answer(self._answering, func, places, spec)
         for index, allowed in indices_of(func, args, kwargs):
@@ -206,7 +206,7 @@ class Recorder(_WithMasks):
         """Where a tensor comes from; None if it does not follow from the batch."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        return None if _memory(tensor) in self._tainted else self._places.get(id(tensor))
+        return None if memory_of(tensor) in self._tainted else self._places.get(id(tensor))
 
     def _note(self, func, places: Sequence, spec: pytree.TreeSpec, result: object, written: frozenset[int]) -> Operation | None:
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -215,7 +215,7 @@ class Recorder(_WithMasks):
         slots = tuple(Slot(next(_slots), tensor.dtype) for tensor in tensors)
         for tensor, slot in zip(tensors, slots):
             self._places[id(tensor)] = self.log.places[id(tensor)] = slot
-            self.log.memory[slot] = _memory(tensor)
+            self.log.memory[slot] = memory_of(tensor)
             self.log.alive.append(tensor)
         self.log.operations.append(Operation(func, tuple(places), spec, slots, written))
         return self.log.operations[-1]
@@ -249,7 +249,7 @@ class Recorder(_WithMasks):
         result = pytree.tree_unflatten([fake for _, fake in added], result_spec)
         for external, fake in added:
             self._places[id(fake)] = self.log.places[id(fake)] = external
-            self._sources.add(_memory(fake))
+            self._sources.add(memory_of(fake))
             self.log.alive.append(fake)
         self.reads.append(Read((*needed, question), (), tuple(external for external, _ in added), result_spec))
         return result
@@ -355,5 +355,7 @@ def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
     return pytree.tree_leaves(named)
 
 
-def _memory(fake: Tensor) -> int:
-    return fake.untyped_storage()._cdata
+def memory_of(fake: Tensor) -> int:
+    """What tells the memory of fake tensors apart, as long as they are alive; views have that of their base."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return fake.untyped_storage()._cdata

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -694,8 +695,10 @@ class Engine:
                 if not self._step_in_parts(binding, names, tape, error):
                     return False
             for name in names:
-                if isinstance(self.handles[name].grad, Tape) and not self.options.keep_gradients:
-                    self.handles[name].grad = SPENT
+                handle = self.handles[name]
+                if isinstance(handle.grad, Tape) and not self.options.keep_gradients:
+                    handle.consumed = weakref.ref(handle.grad), handle.grad.grad_bindings[name]
+                    handle.grad = SPENT
                     self.gradients.accumulated.discard(name)
             self.steps += 1
             if tape is not None and tape.loss is not None:

@@ -17,7 +17,7 @@ from graphacc.capture.lazy import infer_call
 from graphacc.capture.source import calling_line
 from graphacc.errors import ParameterWritten
 from graphacc.graph import Kind
-from graphacc.loop.decisions import Recorder
+from graphacc.loop.decisions import Recorder, memory_of
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.tape import Param
 
@@ -91,10 +91,10 @@ class Fakes:
     def owner(self, fake: Tensor) -> Handle | None:
         """The parameter or buffer whose memory a result on fake tensors has: it is a view of it."""
         if len(self._names) != len(self._managed):
-            self._names = {_memory(own): name for name, own in self._managed.items()}
-        name = self._names.get(_memory(fake))
+            self._names = {memory_of(own): name for name, own in self._managed.items()}
+        name = self._names.get(memory_of(fake))
         own = None if name is None else self._managed.get(name)
-        return self.handles.get(name) if own is not None and name is not None and _memory(own) == _memory(fake) else None
+        return self.handles.get(name) if own is not None and name is not None and memory_of(own) == memory_of(fake) else None
 
     def replaced_buffers(self) -> frozenset[str]:
         """The buffers in whose place a call on fakes has put other tensors, which are in the model's tables."""
@@ -130,7 +130,7 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, parameters: dict[str, Tensor]):
         super().__init__()
-        self._parameters = [(name, fake, _memory(fake)) for name, fake in parameters.items()]
+        self._parameters = [(name, fake, memory_of(fake)) for name, fake in parameters.items()]
         self._names = {memory: name for name, _, memory in self._parameters}
         self._written: dict[str, str] = {}  # name -> the user's line
 
@@ -144,19 +144,14 @@ class _Writes(TorchDispatchMode):
 
     def _note(self, written: object) -> None:
         for leaf in pytree.tree_leaves(written):
-            if isinstance(leaf, Tensor) and (name := self._names.get(_memory(leaf))) is not None:
+            if isinstance(leaf, Tensor) and (name := self._names.get(memory_of(leaf))) is not None:
                 self._written.setdefault(name, calling_line() or "")
 
     def __exit__(self, failure, *rest):
         super().__exit__(failure, *rest)
-        replaced = {name: "" for name, fake, memory in self._parameters if _memory(fake) != memory}
+        replaced = {name: "" for name, fake, memory in self._parameters if memory_of(fake) != memory}
         if failure is None and (written := self._written | replaced):
             raise ParameterWritten(written, next(filter(None, written.values()), ""))
-
-
-def _memory(fake: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return fake.untyped_storage()._cdata
 
 
 def _name(model: nn.Module, path: str) -> str:

@@ -4,15 +4,19 @@ A gradient is a value of the pending recording, which had its backward and has n
 tensor, which the loop wrote or PyTorch computed; or was consumed by a step (`SPENT`), or cleared (`ZERO`).
 """
 
+import functools
+import sys
 import typing
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from graphacc._compat.torch_ import storage_users
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.loop import build
+from graphacc.loop.decisions import memory_of
 from graphacc.loop.fallback import NOT_COMPILED
 from graphacc.loop.managed import SPENT, ZERO, Handle
 from graphacc.loop.promise import Promise
@@ -48,6 +52,7 @@ class Gradients:
                     value.backward()
                 return
             self.pending = tape
+            held = {}
             for output in joint.outputs:
                 if output.kind is not Kind.GRAD:
                     continue
@@ -56,13 +61,18 @@ class Gradients:
                 if handle.grad is SPENT:
                     continue  # what this adds to is not known; the loop may clear it before it is used, as that of two optimizers in turn does
                 if (own := handle.host_grad) is not None:
-                    self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
-                    self.accumulated.add(handle.name)
-                    handle.host_grad = None
+                    if is_held(own):
+                        held[handle] = own
+                    if handle in held or handle.name in self.accumulated or bool(own.any()):
+                        self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
+                        self.accumulated.add(handle.name)
+                    handle.host_grad = None  # zeros that nobody holds, of `zero_grad(set_to_none=False)`, are as good as nothing
                 tape.grad_bindings[handle.name] = index
                 handle.grad = tape
-            if self.engine.torch_steps:
+            if self.engine.torch_steps or held:
                 self.force(tape)
+                for handle, own in held.items():
+                    _replace(handle, own)
             elif any(handle.kind is Kind.PARAM and handle.is_shared for handle in self.engine.handles.values()):
                 self.engine.execution.run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
 
@@ -71,7 +81,7 @@ class Gradients:
         tape, self.pending = self.pending, None
         if tape is None or tape.closed:
             return
-        if tape.gradient_calls or tape.grad_bindings != tape.grad_values:
+        if tape.gradient_calls or tape.grad_bindings != tape.grad_values or not set(tape.live()).isdisjoint(tape.grad_values.values()):
             self.force(tape)
             return
         if not tape.has_run:
@@ -137,9 +147,13 @@ class Gradients:
                 self._drop_pending()
 
     def zero(self, handle: Handle) -> None:
-        """``parameter.grad.zero_()``, where no tensor holds the gradient."""
+        """``parameter.grad.zero_()``, where no tensor holds the gradient; one that the loop has read, and holds since, stays the gradient."""
+        held = _held_since(handle)
         self.write(handle, None)
-        handle.grad = ZERO
+        if held is None:
+            handle.grad = ZERO
+        else:
+            handle.host_grad = held.zero_()
 
     def _drop_pending(self) -> None:
         """All gradients of the pending backward were cleared: what remains is its effect on buffers, and the values that the loop holds."""
@@ -159,6 +173,8 @@ class Gradients:
         for value, tensor in env.items():
             if not tape.has_value(value):
                 tape.fulfil(value, tensor)
+            elif value in tape.grad_bindings.values():
+                env[value] = tape.value(value)  # the loop may hold it: it stays the gradient
         for name, value in tape.grad_bindings.items():
             handle = self.engine.handles[name]
             handle.host_grad = env[value] if handle.host_grad is None else handle.host_grad + env[value]
@@ -205,6 +221,53 @@ class Gradients:
         if grads:
             for name, grad in build.clip_total_norm(grads, self.engine.options.max_grad_norm).items():
                 self.engine.handles[name].host_grad = grad
+
+
+def is_held(gradient: Tensor) -> bool:
+    """Whether the loop has another way to an ordinary gradient than ``parameter.grad``, by which it sees what PyTorch adds in place."""
+    if gradient.layout is not torch.strided:
+        return False
+    return storage_users(gradient) > 1 or sys.getrefcount(gradient) > _references_of_one()
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """References to a gradient that nothing but its parameter and the caller of `is_held` holds."""
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    gradient = parameter.grad
+
+    def count(gradient: Tensor) -> int:
+        return sys.getrefcount(gradient)
+
+    return count(gradient)
+
+
+def _replace(handle: Handle, held: Tensor) -> None:
+    """Put the gradient, whose new sum is in another tensor, into the one that the loop holds, as PyTorch adds in place."""
+    total = handle.host_grad
+    if total is not None and total is not held:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            held.copy_(total)
+        handle.host_grad = held
+
+
+def _held_since(handle: Handle) -> Tensor | None:
+    """The gradient that a step has consumed as an ordinary tensor, if the loop holds it, or a view of it, which stay what they are to each other."""
+    tape, index = handle.consumed
+    if tape is None or (tape := tape()) is None or handle.grad is not SPENT:
+        return None
+    fake = tape.values[index]
+    held = [i for i, reference in tape.promises.items() if reference() is not None and memory_of(tape.values[i]) == memory_of(fake)]
+    if not held:
+        return None
+    base = tape.value(index) if index in held or tape.has_value(index) else None
+    if base is None or base.stride() != fake.stride() or base.storage_offset() != fake.storage_offset():
+        base = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype)
+    for i in {index, *held}:
+        other = tape.values[i]
+        tape.fulfil(i, base if i == index else base.as_strided(other.size(), other.stride(), other.storage_offset()))
+    return base
 
 
 def used_again(handle: Handle, what: str) -> LoopError:

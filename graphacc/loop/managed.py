@@ -58,6 +58,7 @@ class Handle:
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
         self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
         self._spent: SpentGradient | None = None  # what stands for a gradient that a step has consumed
+        self.consumed: tuple[typing.Any, int] = None, -1  # the gradient that a step has consumed: a weak reference to its Tape, and which value it is
         self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property
@@ -342,6 +343,8 @@ class SpentGradient(Tensor):
         if func in _CLEARING:
             for gradient in spent:
                 gradient.handle.engine.gradients.zero(gradient.handle)
+            if others := [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, SpentGradient)]:
+                torch._foreach_zero_(others)
             return args[0]
         if func in _CONVERTING:  # `model.double()` converts gradients, too
             return None if func == Tensor.data.__set__ else args[0]

@@ -23,7 +23,7 @@ from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import trees
 from graphacc.loop.bounds import Bound
-from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder
+from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder, memory_of
 from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
 from graphacc.loop.managed import Handle, handle_of, writes_by_name
@@ -246,8 +246,8 @@ class Tape:
 
     def _forget_overwritten(self, call: Call) -> None:
         """Values that were read before the call wrote into their memory have to be computed again."""
-        memory = {_memory(self.values[index]) for index in call.writes}
-        for index in [i for i in self._concrete if memory and _memory(self.values[i]) in memory]:
+        memory = {memory_of(self.values[index]) for index in call.writes}
+        for index in [i for i in self._concrete if memory and memory_of(self.values[i]) in memory]:
             del self._concrete[index]
 
     def promise(self, index: int) -> Promise:
@@ -675,7 +675,7 @@ class Tape:
         if fake.requires_grad and torch.is_grad_enabled() and (self.closed or self.region is not None):
             handle.differentiated = True
             with torch._C.DisableTorchFunctionSubclass():
-                if _memory(own) == _memory(view):
+                if memory_of(own) == memory_of(view):
                     return own.as_strided(fake.size(), fake.stride(), fake.storage_offset())
         return view
 
@@ -821,7 +821,7 @@ def _place(result: Tensor, outside: "Sequence[tuple[Tensor, External | Param]]")
             return place
     shown = (result.layout, result.is_conj(), result.is_neg()) == (torch.strided, False, False)
     for fake, place in outside:
-        if shown and isinstance(place, External) and not result.requires_grad and result.dtype is fake.dtype and _memory(result) == _memory(fake):
+        if shown and isinstance(place, External) and not result.requires_grad and result.dtype is fake.dtype and memory_of(result) == memory_of(fake):
             return View(place, tuple(result.shape), result.stride(), int(result.storage_offset() - fake.storage_offset()))
     return None
 
@@ -877,10 +877,6 @@ def _is_total(value: object, tape: Tape) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _memory(fake: Tensor) -> int:
-    return fake.untyped_storage()._cdata
 
 
 def _name(function: Callable) -> str:
