@@ -417,6 +417,8 @@ class Execution:
         """
         for (kind, target), fetch in fetched.items():
             index = tape.loss if kind is Kind.LOSS else int(target)
+            if index is not None and tape.was_read(index):
+                continue  # it stays the tensor that the loop may have
             tape.fulfil(index, _cut(tape, program, index, fetch))
 
 

@@ -72,7 +72,7 @@ class Handle:
     @property
     def version(self) -> int:
         """A counter of the loop's own writes; the model's code writes buffers, too."""
-        if self._watched is not None and not _same_bits(self.host_value(), self._watched[1]):
+        if self._watched is not None and not same_bits(self.host_value(), self._watched[1]):
             self._before = self._watched
             self.writes += 1
             self.watch_again()
@@ -301,7 +301,7 @@ def _has_hooks(register: typing.Callable) -> bool:
         own.remove()
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one form hold the same values; a NaN is like itself."""
     return bool(torch.equal(one, other)) or bool(torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other))))
 
@@ -343,8 +343,9 @@ class SpentGradient(Tensor):
         if func in _CLEARING:
             for gradient in spent:
                 gradient.handle.engine.gradients.zero(gradient.handle)
-            if others := [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, SpentGradient)]:
-                torch._foreach_zero_(others)
+            for other in leaves:
+                if isinstance(other, Tensor) and not isinstance(other, SpentGradient):
+                    other.zero_()
             return args[0]
         if func in _CONVERTING:  # `model.double()` converts gradients, too
             return None if func == Tensor.data.__set__ else args[0]

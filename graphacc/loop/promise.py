@@ -52,6 +52,9 @@ _READS_VALUE = frozenset(
 )
 
 
+_GIVES_MEMORY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage, Tensor.data_ptr})
+"""Those that give access to the memory."""
+
 _NEEDS_AUTOGRAD = frozenset(
     {
         Tensor.register_hook,
@@ -155,7 +158,10 @@ def run_function(func, args: tuple, kwargs: dict):
     if tapes[-1].engine.capturing:
         raise CaptureError(f"the model's code reads a result of an earlier call ({getattr(func, '__name__', func)}) that no attribute of a module holds")
     if func in _READS_VALUE:
-        return run_on_values(func, args, kwargs)
+        result = run_on_values(func, args, kwargs)
+        if func in _GIVES_MEMORY and isinstance(args[0], Promise):
+            args[0].tape.give_out(args[0].index)
+        return result
     if func is Tensor.grad.__get__:
         return None  # a result of the model, whose gradient nobody asked to keep
     try:

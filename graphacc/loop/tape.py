@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
+from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd, without_modes
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
@@ -26,7 +26,7 @@ from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder, memory_of
 from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
-from graphacc.loop.managed import Handle, handle_of, writes_by_name
+from graphacc.loop.managed import Handle, handle_of, same_bits, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
 
 if typing.TYPE_CHECKING:
@@ -144,6 +144,7 @@ class Tape:
         self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.execution.updates  # of parameters, when the tape began
         self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self._given_out: dict[int, Tensor] = {}  # values from before backward whose memory the loop has (NumPy, DLPack), as they were then
         self._views: dict[int, tuple[Handle, Tensor]] = {}  # values that are views of a parameter's or buffer's memory, as the loop has it when they are made
         self._forward_key: tuple[tuple[list, list], tuple] | None = None  # of these calls and externals, after backward
 
@@ -603,8 +604,9 @@ class Tape:
         raise NotRecorded(f"it writes into a tensor of shape {list(fakes[index].shape)} that is not part of the recording")
 
     def _is_forward(self, index: int) -> bool:
-        """Whether a value was made before backward."""
-        return any(index in call.results for call in self.forward_calls)
+        """Whether a value was made before backward, or is a view of one that was."""
+        memory = memory_of(self.values[index])
+        return any(memory_of(self.values[i]) == memory for call in self.forward_calls for i in call.results)
 
     def _resolve(self, ref: "Ref | External | Param") -> "Tensor | Param":
         if isinstance(ref, Ref):
@@ -633,11 +635,31 @@ class Tape:
             raise NotRecorded("it is the second backward() of one recording")
         if gradient is not None or create_graph or retain_graph or inputs is not None:
             raise NotRecorded("it has arguments (gradient, retain_graph, create_graph or inputs)")
+        self.check_given_out()
         self.loss = loss.index
         self.backward_at = len(self.calls)
         if self.grad_modes != self.engine.grad_modes:
             self.frozen = frozenset(handle.name for handle in self.engine.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
         self.engine.gradients.backward(self)
+
+    def give_out(self, index: int) -> None:
+        """The loop gets access to the memory of a value which programs compute again."""
+        if not self.closed and not self.is_eager and self.backward_at is None:
+            self._given_out[index] = self.value(index).clone()
+
+    def check_given_out(self) -> None:
+        """Before what follows from the values is computed.
+
+        Raises:
+            LoopError: the loop has written into one, where the recording does not see it.
+        """
+        for index, before in self._given_out.items():
+            if isinstance(now := self._concrete.get(index), Tensor) and not same_bits(now, before):
+                raise LoopError(
+                    f"a result of the model, of shape {list(before.shape)}, was written through NumPy or DLPack before backward(), and the compiled step computes it again: "
+                    "write into a copy (result.detach().clone().numpy()), or into the tensor by a torch function"
+                )
+        self._given_out.clear()
 
     def live(self) -> list[int]:
         """Value indices, other than the loss, whose promises the user's loop still holds."""
@@ -655,8 +677,30 @@ class Tape:
             self.engine.materialize(self, index)
         value = self._concrete[index]
         if not isinstance(value, Tensor):
-            value = self._concrete[index] = value()
+            value = self._concrete[index] = self._in_shared_memory(index, value())
         return value
+
+    def _in_shared_memory(self, index: int, fetched: Tensor) -> Tensor:
+        """Put a value that a program gave where the loop's other values are with which it shares memory: what is written into one is seen in all."""
+        fake = self.values[index]
+        others = [i for i in self._concrete if i != index and memory_of(self.values[i]) == memory_of(fake)]
+        if not others or not all(map(_has_memory, (fake, *(self.values[i] for i in others)))):
+            return fetched
+        present = {i: value for i in others if isinstance(value := self._concrete[i], Tensor)}
+        if not present:
+            storage, begin = torch.UntypedStorage(fake.untyped_storage().nbytes()), 0
+        else:
+            one, value = next(iter(present.items()))
+            storage, begin = value.untyped_storage(), _offset(value) - _offset(self.values[one])
+        begin += _offset(fake)
+        if begin < 0 or begin % fake.itemsize or begin + _extent(fake) > storage.nbytes():
+            return fetched  # another was read when this one was not yet made
+        with without_modes(), torch.no_grad():
+            own = torch.empty(0, dtype=fake.dtype).set_(storage, begin // fake.itemsize, fake.size(), fake.stride())
+            written = [(value, value.clone()) for value in present.values() if value.untyped_storage()._cdata == storage._cdata]
+            for tensor, value in [(own, fetched), *written]:
+                _write(tensor, value)
+        return own
 
     def _note_view(self, index: int) -> None:
         """Keep the memory that a value shares with a parameter: another one may take its place (``p.data = ...``)."""
@@ -681,6 +725,10 @@ class Tape:
 
     def has_value(self, index: int) -> bool:
         return index in self._concrete
+
+    def was_read(self, index: int) -> bool:
+        """Whether a value is a tensor already."""
+        return isinstance(self._concrete.get(index), Tensor)
 
     def is_ready(self, index: int) -> bool:
         """Whether a value that was computed, or is being computed, can be read without waiting for a device."""
@@ -877,6 +925,36 @@ def _is_total(value: object, tape: Tape) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_memory(fake: Tensor) -> bool:
+    """Whether the elements are what lies in the memory."""
+    return fake.layout is torch.strided and not fake.is_conj() and not fake.is_neg() and fake.numel() > 0
+
+
+def _offset(tensor: Tensor) -> int:
+    """Of the first element, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    return (1 + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride()))) * int(tensor.itemsize)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    """Write into a tensor whose elements may be in one place (expanded dims, windows), where they are equal."""
+    end = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.size()) if size > 1):
+        if stride < end:
+            break
+        end += stride * (size - 1)
+    else:
+        tensor.copy_(value)
+        return
+    count = _extent(tensor) // tensor.itemsize
+    places = torch.arange(count).as_strided(tensor.size(), tensor.stride())
+    tensor.as_strided((count,), (1,))[places] = value
 
 
 def _name(function: Callable) -> str:
