@@ -307,7 +307,8 @@ class Buckets:
         like = copy.copy(tape)
         like.externals = [_resized(tensor, inputs.get(index, ()), wanted) for index, tensor in enumerate(tape.externals)]
         like.sources = like.externals
-        like.bucket, like.promises, like._concrete = None, {}, {}
+        like.bucket, like.promises = None, {}
+        like.forget_values()
         sizes = {}
         for index, layout in inputs.items():
             for length in (item for item in layout if item):

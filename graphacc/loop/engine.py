@@ -697,7 +697,7 @@ class Engine:
             for name in names:
                 handle = self.handles[name]
                 if isinstance(handle.grad, Tape) and not self.options.keep_gradients:
-                    handle.consumed = weakref.ref(handle.grad), handle.grad.grad_bindings[name]
+                    handle.given_by = weakref.ref(handle.grad), handle.grad.grad_bindings[name]
                     handle.grad = SPENT
                     self.gradients.accumulated.discard(name)
             self.steps += 1
@@ -716,8 +716,9 @@ class Engine:
 
     def _step(self, binding: Binding, names: tuple[str, ...]) -> None:
         tape = self.gradients.pending
-        if self.options.keep_gradients and tape is not None and not tape.closed and tape.gradient_calls:
-            self.gradients.force(tape)
+        codes = tape is not None and not tape.closed and tape.gradient_calls
+        if tape is not None and codes and (self.options.keep_gradients or set(names) != set(tape.grad_bindings)):
+            self.gradients.force(tape)  # another optimizer's step, or a reader, needs what the code on gradients gives, and the update would use it up
             tape = None
         whole = tape is not None and not tape.has_run and not self.gradients.accumulated and self.programs.runs_whole_steps and not self.options.keep_gradients
         if whole and set(names) == set(tape.grad_bindings):

@@ -7,6 +7,7 @@ tensor, which the loop wrote or PyTorch computed; or was consumed by a step (`SP
 import functools
 import sys
 import typing
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +54,8 @@ class Gradients:
                 return
             self.pending = tape
             held = {}
+            for giver in set(filter(None, map(_giver, self.engine.handles.values()))):
+                giver.let_go_of_gradients()
             for output in joint.outputs:
                 if output.kind is not Kind.GRAD:
                     continue
@@ -170,13 +173,15 @@ class Gradients:
         """Compute everything on the tape now; the gradients become ordinary host tensors."""
         grads = self._whole(tape)
         env = self._replay_code(tape, grads)
+        bound = set(tape.grad_bindings.values())
         for value, tensor in env.items():
             if not tape.has_value(value):
                 tape.fulfil(value, tensor)
-            elif value in tape.grad_bindings.values():
+            elif value in bound:
                 env[value] = tape.value(value)  # the loop may hold it: it stays the gradient
         for name, value in tape.grad_bindings.items():
             handle = self.engine.handles[name]
+            handle.given_by = (weakref.ref(tape), value) if handle.host_grad is None else None
             handle.host_grad = env[value] if handle.host_grad is None else handle.host_grad + env[value]
             handle.grad = None
         self.accumulated -= set(tape.grad_values)
@@ -243,6 +248,11 @@ def _references_of_one() -> int:
     return count(gradient)
 
 
+def _giver(handle: Handle) -> Tape | None:
+    """The recording of which an ordinary gradient is a value."""
+    return handle.given_by[0]() if handle.host_grad is not None and handle.given_by is not None else None
+
+
 def _replace(handle: Handle, held: Tensor) -> None:
     """Put the gradient, whose new sum is in another tensor, into the one that the loop holds, as PyTorch adds in place."""
     total = handle.host_grad
@@ -254,9 +264,9 @@ def _replace(handle: Handle, held: Tensor) -> None:
 
 def _held_since(handle: Handle) -> Tensor | None:
     """The gradient that a step has consumed as an ordinary tensor, if the loop holds it, or a view of it, which stay what they are to each other."""
-    tape, index = handle.consumed
-    if tape is None or (tape := tape()) is None or handle.grad is not SPENT:
+    if handle.given_by is None or handle.grad is not SPENT or (tape := handle.given_by[0]()) is None:
         return None
+    index = handle.given_by[1]
     fake = tape.values[index]
     held = [i for i, reference in tape.promises.items() if reference() is not None and memory_of(tape.values[i]) == memory_of(fake)]
     if not held:

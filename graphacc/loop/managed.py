@@ -8,6 +8,7 @@ reading is always exact; a write is seen by the version counter and uploaded bef
 import contextlib
 import sys
 import typing
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from graphacc.loop import trees
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+    from graphacc.loop.tape import Tape
 
 _ALIASING = frozenset(
     {
@@ -58,7 +60,7 @@ class Handle:
         self.frees_host = False  # the model was made on the meta device: the host copy has memory only while somebody needs it
         self.missing = False  # it has no value yet (see `graphacc.loop.deferred`)
         self._spent: SpentGradient | None = None  # what stands for a gradient that a step has consumed
-        self.consumed: tuple[typing.Any, int] = None, -1  # the gradient that a step has consumed: a weak reference to its Tape, and which value it is
+        self.given_by: tuple[weakref.ref["Tape"], int] | None = None  # the recording of which `.grad` is a value, or was until a step consumed it, and which value
         self.grad: typing.Any = None  # the Tape whose backward gave the gradient, `SPENT`, `ZERO`, or None: `host_grad` has it
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd, without_modes
+from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.errors import CaptureError, LoopError
@@ -28,6 +28,7 @@ from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
 from graphacc.loop.managed import Handle, handle_of, same_bits, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise
+from graphacc.loop.shared_memory import SharedMemory
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.buckets import Bucket
@@ -143,10 +144,16 @@ class Tape:
         self.differentiable: set[int] = set()  # externals that do
         self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.execution.updates  # of parameters, when the tape began
-        self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
-        self._given_out: dict[int, Tensor] = {}  # values from before backward whose memory the loop has (NumPy, DLPack), as they were then
+        self.forget_values()
         self._views: dict[int, tuple[Handle, Tensor]] = {}  # values that are views of a parameter's or buffer's memory, as the loop has it when they are made
         self._forward_key: tuple[tuple[list, list], tuple] | None = None  # of these calls and externals, after backward
+
+    def forget_values(self) -> None:
+        """No value has been computed."""
+        self._concrete: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self._members: dict[int, list[int]] | None = None  # memory of the fake tensors -> which of those
+        self._shared = SharedMemory()
+        self._given_out: dict[int, Tensor] = {}  # values from before backward whose memory the loop has (NumPy, DLPack), as they were then
 
     # ---- recording
 
@@ -250,6 +257,9 @@ class Tape:
         memory = {memory_of(self.values[index]) for index in call.writes}
         for index in [i for i in self._concrete if memory and memory_of(self.values[i]) in memory]:
             del self._concrete[index]
+        for overwritten in memory:
+            self._shared.forget(overwritten)
+        self._members = None
 
     def promise(self, index: int) -> Promise:
         """The promise of a value: the living one if the loop holds it, else a new one."""
@@ -668,6 +678,14 @@ class Tape:
     def fulfil(self, index: int, value: "Tensor | Callable[[], Tensor]") -> None:
         """Give a value its tensor, or a function that fetches it when somebody reads it."""
         self._concrete[index] = value
+        self._members = None
+
+    def let_go_of_gradients(self) -> None:
+        """Forget the gradients, and what was computed from them, that the loop does not hold: their memory is then the loop's alone."""
+        alive = {*self.live(), self.loss}
+        for index in {*self.grad_values.values(), *(i for call in self.gradient_calls for i in call.results)} - alive:
+            self._concrete.pop(index, None)
+        self._members = None
 
     def value(self, index: int) -> Tensor:
         """The tensor of a value; runs what is needed."""
@@ -677,30 +695,18 @@ class Tape:
             self.engine.materialize(self, index)
         value = self._concrete[index]
         if not isinstance(value, Tensor):
-            value = self._concrete[index] = self._in_shared_memory(index, value())
+            value = self._concrete[index] = self._shared.put(self.values[index], value, self._sharing(index))
         return value
 
-    def _in_shared_memory(self, index: int, fetched: Tensor) -> Tensor:
-        """Put a value that a program gave where the loop's other values are with which it shares memory: what is written into one is seen in all."""
-        fake = self.values[index]
-        others = [i for i in self._concrete if i != index and memory_of(self.values[i]) == memory_of(fake)]
-        if not others or not all(map(_has_memory, (fake, *(self.values[i] for i in others)))):
-            return fetched
-        present = {i: value for i in others if isinstance(value := self._concrete[i], Tensor)}
-        if not present:
-            storage, begin = torch.UntypedStorage(fake.untyped_storage().nbytes()), 0
-        else:
-            one, value = next(iter(present.items()))
-            storage, begin = value.untyped_storage(), _offset(value) - _offset(self.values[one])
-        begin += _offset(fake)
-        if begin < 0 or begin % fake.itemsize or begin + _extent(fake) > storage.nbytes():
-            return fetched  # another was read when this one was not yet made
-        with without_modes(), torch.no_grad():
-            own = torch.empty(0, dtype=fake.dtype).set_(storage, begin // fake.itemsize, fake.size(), fake.stride())
-            written = [(value, value.clone()) for value in present.values() if value.untyped_storage()._cdata == storage._cdata]
-            for tensor, value in [(own, fetched), *written]:
-                _write(tensor, value)
-        return own
+    def _sharing(self, index: int) -> "Iterator[tuple[Tensor, object]]":
+        """The values that programs gave, or will give, and that share memory with one: each with its tensor, or what fetches it."""
+        if self._members is None:
+            self._members = {}
+            for i in self._concrete:
+                self._members.setdefault(memory_of(self.values[i]), []).append(i)
+        for i in self._members[memory_of(self.values[index])]:
+            if i != index:
+                yield self.values[i], self._concrete[i]
 
     def _note_view(self, index: int) -> None:
         """Keep the memory that a value shares with a parameter: another one may take its place (``p.data = ...``)."""
@@ -925,36 +931,6 @@ def _is_total(value: object, tape: Tape) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_memory(fake: Tensor) -> bool:
-    """Whether the elements are what lies in the memory."""
-    return fake.layout is torch.strided and not fake.is_conj() and not fake.is_neg() and fake.numel() > 0
-
-
-def _offset(tensor: Tensor) -> int:
-    """Of the first element, in bytes."""
-    return int(tensor.storage_offset()) * tensor.itemsize
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    return (1 + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride()))) * int(tensor.itemsize)
-
-
-def _write(tensor: Tensor, value: Tensor) -> None:
-    """Write into a tensor whose elements may be in one place (expanded dims, windows), where they are equal."""
-    end = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.size()) if size > 1):
-        if stride < end:
-            break
-        end += stride * (size - 1)
-    else:
-        tensor.copy_(value)
-        return
-    count = _extent(tensor) // tensor.itemsize
-    places = torch.arange(count).as_strided(tensor.size(), tensor.stride())
-    tensor.as_strided((count,), (1,))[places] = value
 
 
 def _name(function: Callable) -> str:
