@@ -1,6 +1,7 @@
 """Test session set-up: eight virtual CPU devices, one thread per process, before JAX or transformers is imported; `--slice`."""
 
 import gc
+import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -38,6 +39,11 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("lazy") is not None and importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed (the extra `lazy`)")
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.slice is None:
         return
