@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import own_parametrization_cache
 from graphacc.errors import CaptureError
 
+_GIVEN = "_graphacc_given"  # names of the attributes that a replacement has from what it replaces
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -106,9 +107,19 @@ def _refill(table: dict | set, content: dict | set) -> None:
 
 
 def substitute(model: nn.Module, replacements: dict[int, Tensor]) -> None:
-    """Put ``replacements[id(tensor)]`` in the place of every parameter and buffer that it names, under all its names."""
+    """Put ``replacements[id(tensor)]`` in the place of every parameter and buffer that it names, under all its names, with the attributes that the user has set."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) in replacements:
-                    table[name] = replacements[id(tensor)]
+                    table[name] = replacement = replacements[id(tensor)]
+                    attributes, held = attributes_of(tensor), vars(replacement)
+                    if attributes or _GIVEN in held:
+                        for given in held.pop(_GIVEN, ()):
+                            held.pop(given, None)
+                        held.update(attributes, **{_GIVEN: tuple(attributes)})
+
+
+def attributes_of(tensor: Tensor) -> dict[str, object]:
+    """What the user has set on a parameter or buffer, such as ``weight._no_weight_decay``."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_graphacc")}

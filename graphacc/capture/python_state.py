@@ -5,14 +5,19 @@ import array
 import collections
 import collections.abc
 import contextvars
+import ctypes
 import dataclasses
 import enum
 import functools
 import hashlib
+import logging
+import multiprocessing.queues
+import queue
 import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -25,12 +30,18 @@ from graphacc.capture.source import is_user_file
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-VIEWS = (bytearray, array.array, contextvars.ContextVar, threading.local, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+VIEWS = (
+    *(bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData, contextvars.ContextVar, threading.local, threading.Event, type(threading.Lock())),
+    *(logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+)
 """What is looked into by `_seen_in`; libraries' mappings and lists are, too."""
 MUTABLE = (*CONTAINERS, *NAMESPACES, *VIEWS, collections.abc.Mapping, collections.abc.MutableSequence, functools.partial, numpy.ndarray, Tensor)
 """What can change while it stays the same object."""
 REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray)  # those of them that can be put back
-CONSUMED = (Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+CONSUMED = (
+    *(Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator),
+    *(queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
+)
 """What gives something else each time it is asked."""
 LONGEST = 4096
 """Items of a library's mapping or list that are looked through in every step."""
@@ -63,6 +74,11 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
     return Same(value)
 
 
+def is_fixed(value: object) -> bool:
+    """Whether a value reads the same as long as it is the same object, though its type is among `MUTABLE`."""
+    return isinstance(value, (tuple, frozenset)) and all(not isinstance(item, MUTABLE) or is_fixed(item) for item in value)
+
+
 def _memory(value: Tensor) -> int:
     """Where a tensor's values are: ``x.data = y`` changes it without another version."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
@@ -75,8 +91,18 @@ def _memory(value: Tensor) -> int:
 
 def _seen_in(value: Any) -> object:
     """What reading an object gives; None where that is not known."""
-    if isinstance(value, (bytearray, array.array)):
+    if isinstance(value, (bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)):
         return bytes(value)
+    if isinstance(value, weakref.ref):
+        return value() is not None
+    if isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return [id(item) for item in value]  # without keeping them alive
+    if isinstance(value, threading.Event):
+        return value.is_set()
+    if isinstance(value, type(threading.Lock())):
+        return value.locked()
+    if isinstance(value, logging.Logger):
+        return value.getEffectiveLevel(), value.disabled
     if isinstance(value, contextvars.ContextVar):
         return value.get(None)
     if isinstance(value, threading.local):

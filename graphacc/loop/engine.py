@@ -35,7 +35,7 @@ from graphacc.loop.fakes import Fakes
 from graphacc.loop.execution import Execution
 from graphacc.loop.fallback import NOT_COMPILED, Fallback, explanation
 from graphacc.loop.gradients import Gradients, used_again
-from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, plain_attributes_written
+from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, code_of, plain_attributes_written
 from graphacc.loop.islands import Islands
 from graphacc.loop.keys import RandomKeys
 from graphacc.loop.losses import LossWatch
@@ -399,7 +399,7 @@ class Engine:
                     "swap before graphacc.compile, assign a new nn.Parameter to the module, or write in place (copy_)"
                 )
             grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
-        return tuple((module, module.training) for module in self.structure.modules), grads
+        return tuple((module, module.training) for module in self.structure.modules), grads, code_of(self.structure.modules)
 
     def swapped(self) -> str | None:
         """Why the tensors that the modules hold now cannot be moved to the devices, if they cannot."""
@@ -576,15 +576,15 @@ class Engine:
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
         num_hooks, flags = self.guards.num_hooks(), {}
         try:
-            with borrowed(self.model), self.guards.noting(), no_python_randomness():
+            with borrowed(self.model), self.guards.noting(), no_python_randomness(), self.guards.given(inputs):
                 before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
-                self.guards.write(inputs)
                 buffers = self.fakes.buffers()
                 try:
                     result = call(function.path, args, kwargs, recorder)
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)
+                self.guards.check_outside_kept(inputs)
                 written = attributes_written(self.model, before, inputs)
                 writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
                 replaced = self.fakes.replaced_buffers() if self.fallback.backend is FX else frozenset()

@@ -10,6 +10,8 @@ import builtins
 import collections
 import contextlib
 import dataclasses
+import dis
+import enum
 import functools
 import inspect
 import itertools
@@ -25,205 +27,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import patched
+from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
-from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, REFILLED, contents_of, copy_of, refill, snapshot
+from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, contents_of, copy_of, is_library_class, refill, snapshot
 from graphacc.capture.source import calling_line, is_user_file
-from graphacc.errors import CaptureError, LoopError
+from graphacc.errors import CaptureError
+from graphacc.loop.mixed import Mixin
+from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted
+from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Place, Slots
 
 log = logging.getLogger("graphacc")
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
 _CACHED = functools._lru_cache_wrapper
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type)
+_REFLECTION = {"vars", "dir", "getattr", "__dict__"}
 _REGISTER = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_prehook"}
-MISSING = object()
 MAX_REWRITTEN = 8
 """Changes of a variable's tensor, each of which is another capture."""
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
 _SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
 _SPECIAL |= {f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "matmul", "truediv", "pow")}
-
-
-class _Place:
-    """Names in one dict (of a module, an object, or of global variables) whose values were read."""
-
-    def __init__(self, owner: object, table: Mapping[str, object], label: str):
-        self.owner = owner  # kept alive
-        self.table = table
-        self.label = label
-        self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
-        self.inputs: set[str] = set()  # names whose tensors are inputs of the program
-        self.mutable: list[str] = []  # names whose values can change in place, but for the empty ones
-        self._empty: list = []  # values that are empty: most are a module's tables of hooks
-        self._values: tuple = ()
-        self._held: _Held | None = None
-
-    def note(self, name: str, value: object) -> None:
-        """Guard a name, which has `value` now (`MISSING`: none)."""
-        if name not in self.names:
-            self.names[name] = self.snapshot(name, value)
-            self._refresh()
-
-    def drop(self, name: str) -> None:
-        if self.names.pop(name, None) is not None:
-            self._refresh()
-
-    def take_as_input(self, name: str) -> None:
-        """Whatever tensor the name has is an input of the program: another one is no change."""
-        self.inputs.add(name)
-        if name in self.names:
-            self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
-            self._refresh()
-
-    def snapshot(self, name: str, value: object) -> Hashable:
-        return "input" if name in self.inputs and isinstance(value, Tensor) else snapshot(value)
-
-    def _refresh(self) -> None:
-        self._values = tuple(self.table.get(name, MISSING) for name in self.names)
-        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, MUTABLE)]
-        empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
-        self._empty = [value for name, value in mutable if name in empty]
-        self.mutable = [name for name, _ in mutable if name not in empty]
-        self._held = None
-
-    @property
-    def held(self) -> "_Held":
-        """Its names as they were read last."""
-        if self._held is None:
-            self._held = _Held(self, dict(self.names), self._values, tuple(contents_of(self._values)))
-        return self._held
-
-    def put(self, name: str, value: object) -> None:
-        """Give a name another value, or none (`MISSING`)."""
-        table = typing.cast("dict[str, object]", self.table)
-        if isinstance(self.table, types.MappingProxyType):
-            setattr(self.owner, name, value) if value is not MISSING else delattr(self.owner, name)
-        elif value is MISSING:
-            table.pop(name, None)
-        else:
-            table[name] = value
-
-    def unchanged(self) -> bool:
-        """Whether every value is the one that was read, quickly."""
-        same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
-        return same and not any(self._empty) and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
-
-    def changes(self) -> list[tuple[str, Hashable, Hashable]]:
-        """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
-        now = {name: self.snapshot(name, self.table.get(name, MISSING)) for name in self.names}
-        found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
-        self.names = now
-        self._refresh()
-        return found
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Held:
-    """What the names of a place had when a call read them."""
-
-    place: _Place
-    snapshots: dict[str, Hashable]
-    values: tuple
-    contents: tuple  # (container, copy) of what can be put back among the values, and in them
-
-    def differences(self) -> list[tuple[_Place, str, object, object]]:
-        """(place, name, value then, value now) of what is not as it was.
-
-        Raises:
-            LoopError: a tensor, or what a container holds deep inside, was changed in place since.
-        """
-        found = []
-        for (name, before), value in zip(self.snapshots.items(), self.values):
-            present = self.place.table.get(name, MISSING)
-            if present is value and not isinstance(value, MUTABLE):
-                continue
-            if before not in (snapshot(value), self.place.snapshot(name, value)):
-                raise LoopError(
-                    f"{self.place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
-                    "recorded call is compiled only then: change it before the call or after the step"
-                )
-            if before not in (snapshot(present), self.place.snapshot(name, present)):
-                found.append((self.place, name, value, present))
-        return found
-
-
-class _Cells(dict):
-    """The variables that a function has from around it, as a dict."""
-
-    def __init__(self, function: types.FunctionType):
-        super().__init__()
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-
-    def __getitem__(self, name: str) -> object:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:
-            raise KeyError(name) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._cells
-
-    def get(self, name: str, default: object = None) -> object:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __setitem__(self, name: str, value: object) -> None:
-        self._cells[name].cell_contents = value
-
-
-class _Slots(dict):
-    """The attributes of an object that has slots, as a dict."""
-
-    def __init__(self, owner: object):
-        super().__init__()
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> object:
-        try:
-            return object.__getattribute__(self._owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __contains__(self, name: object) -> bool:
-        return self.get(typing.cast("str", name), MISSING) is not MISSING
-
-    def get(self, name: str, default: object = None) -> object:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __setitem__(self, name: str, value: object) -> None:
-        object.__setattr__(self._owner, name, value)
-
-    def pop(self, name: str, default: object = None) -> object:
-        found = self.get(name, default)
-        with contextlib.suppress(AttributeError):
-            object.__delattr__(self._owner, name)
-        return found
-
-
-class _Defaults(dict):
-    """The defaults of a function's arguments, as a dict."""
-
-    def __init__(self, function: types.FunctionType):
-        super().__init__()
-        self._function = function
-
-    def get(self, name: str, default: object = None) -> object:
-        return getattr(self._function, name, default)
-
-    def __getitem__(self, name: str) -> object:
-        return getattr(self._function, name)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        setattr(self._function, name, value)
 
 
 class Guards:
@@ -244,18 +71,21 @@ class Guards:
         self.numbers: dict[str, None] = {}  # the same of numbers
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[nn.Module, str]] = {}
-        self._places: dict[tuple[int, type], _Place] = {}
+        self._places: dict[tuple[int, object], Place] = {}
         self._functions: set[types.CodeType] = set()
         self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._keys: dict[tuple, int] = {}
         self._token = 0
         self._watch: Callable = lambda owner: None
+        self._files: list[str] = []  # that the code which was run has read
+        self._outside: dict[int, tuple[nn.Module, str]] = {}  # modules that the forward reaches and that are no part of the model, and their names
+        self._words: set[str] = set()  # names and texts in the code that was followed
         self._settled = 0  # plain attributes of objects that captures have changed
         self._rounds = 0  # of captures in a row that did
         everywhere = self._place(None, vars(torch.nn.modules.module), "torch.nn.modules.module")
         for name in [name for name in vars(torch.nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]:
             everywhere.note(name, vars(torch.nn.modules.module)[name])
-        self._noted: list[tuple[_Place | str, str, object, tuple]] = []  # (place, name, value, its containers and their copies), in this run
+        self._noted: list[tuple[Place | str, str, object, tuple]] = []  # (place, name, value, its containers and their copies), in this run
         self._caches: dict[int, tuple[Any, int]] = {}  # functions that keep their results, and how often they had none
         self.runs_backward = False  # whether code that was followed has a part that a backward runs
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
@@ -263,7 +93,7 @@ class Guards:
         self._in_backward = False
         self._set_in_backward: list[str] = []  # attributes of modules
         self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
-        self._settling: list[tuple[_Place, str, object]] = []  # (place, name, value) before these captures
+        self._settling: list[tuple[Place, str, object]] = []  # (place, name, value) before these captures
 
     # ---- checking
 
@@ -316,16 +146,16 @@ class Guards:
         finally:
             self.write(before)
 
-    def held(self) -> tuple[_Held, ...]:
+    def held(self) -> tuple[Held, ...]:
         """All that was read, as it is now, for `as_held`."""
         return tuple(place.held for place in self._places.values())
 
     @contextlib.contextmanager
-    def as_held(self, held: tuple[_Held, ...]) -> Iterator[None]:
+    def as_held(self, held: tuple[Held, ...]) -> Iterator[None]:
         """What was read is inside as it was when `held` was taken; the loop may have changed it since.
 
         Raises:
-            LoopError: see `_Held.differences`.
+            LoopError: see `Held.differences`.
         """
         with contextlib.ExitStack() as stack:
             with torch._C.DisableTorchFunctionSubclass():  # a module may hold a promise
@@ -373,6 +203,9 @@ class Guards:
         """
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
         self._noted = []
+        self._words.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            described = [(name, tensor) for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if attributes_of(tensor)]
         self._functions.clear()
         self._differentiated.clear()
         self._methods.clear()
@@ -383,10 +216,14 @@ class Guards:
             stack.enter_context(self._observers_noted([*tables, everywhere["_global_forward_hooks"], everywhere["_global_forward_pre_hooks"]]))
             stack.enter_context(self.caches_kept())
             stack.enter_context(_prints_said())
+            stack.enter_context(files_noted(self._files.append))
             settled = self._settled
             try:
                 yield
             finally:
+                for label, tensor in described:
+                    for name in attributes_of(tensor).keys() & self._words:
+                        self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])
                 changed = self._changes_elsewhere()
         if self._settled > settled and not changed:
             self._rounds += 1
@@ -457,6 +294,7 @@ class Guards:
     def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str]) -> None:
         original = cls.__getattribute__
         watched: set[type] = {cls}
+        opaque: set[type] = set()  # those that read their attributes by code of their own
 
         def look(owner: object, name: str) -> object:
             label = paths.get(id(owner))
@@ -465,28 +303,67 @@ class Guards:
             except AttributeError:
                 self._note_absent(owner, name, label)
                 raise
-            if label is None and issubclass(type(owner), nn.Module):
-                return value  # a module of another model
+            outside = typing.cast(nn.Module, owner) if label is None and issubclass(type(owner), nn.Module) else None  # isinstance would ask the owner for its class
+            if outside is not None and (type(owner) is nn.Module or issubclass(type(owner), (Mixin, torch.fx.GraphModule))):
+                return value  # another model, which has guards of its own, or one that is being captured
+            if label is None:
+                label = type(owner).__name__ if outside is None else self._label_outside(outside)
+                self._note_kind(owner)
             if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
-                for inside, held in list(value.items()):
-                    hidden = inside in _TABLES or (inside.startswith("_") and isinstance(owner, nn.Module))
-                    if not hidden and not isinstance(held, CONSUMED):
-                        self._note_attribute(owner, inside, held, label or type(owner).__name__, watch)
-            if name in _TABLES or (name.startswith("__") and name.endswith("__")):
+                self._note_dict(owner, value, label, watch)
+            if (name in _TABLES and (outside is None or name != "training")) or (name.startswith("__") and name.endswith("__")):
                 return value
-            return self._note_attribute(owner, name, value, label or type(owner).__name__, watch)
+            return self._note_attribute(owner, name, value, label, watch)
 
         def watch(owner: object) -> None:
             found = type(owner)
-            if found not in watched and not isinstance(owner, (nn.Module, Tensor)) and is_user_class(found):
+            if isinstance(owner, (nn.Module, Tensor)) or not is_user_class(found):
+                return
+            if found not in watched:
                 watched.add(found)
+                if any("__getattribute__" in vars(base) for base in found.__mro__ if not is_library_class(base) and base not in watched - {found}):
+                    opaque.add(found)
                 self._watch_class(stack, found, paths)
                 for base in filter(is_user_class, found.__mro__):  # code that Python calls without reading an attribute
                     for special in _SPECIAL & vars(base).keys():
                         self._follow(vars(base)[special], _DEPTH, watch)
+            self._note_kind(owner)
+            if found in opaque and (table := getattr_plain(owner)) is not None:
+                self._note_dict(owner, table, found.__name__, watch)
 
         self._watch = watch
         stack.enter_context(patched(cls, __getattribute__=look))
+
+    def _label_outside(self, module: nn.Module) -> str:
+        """A name of its own for a module outside of the model, whose attributes may be inputs, too."""
+        if id(module) not in self._outside:
+            number = sum(type(other) is type(module) for other, _ in self._outside.values())
+            self._outside[id(module)] = module, type(module).__name__ + (f" {number + 1}" if number else "")
+        return self._outside[id(module)][1]
+
+    def check_outside_kept(self, values: Mapping[str, object]) -> None:
+        """The attributes of modules outside of the model still have the values that they were given.
+
+        Raises:
+            CaptureError: one was written.
+        """
+        for label, value in values.items():
+            module, name = self._find(label)
+            if id(module) in self._outside and vars(module).get(name) is not value:
+                raise CaptureError(self.refusal.format(label))
+
+    def _note_kind(self, owner: object) -> None:
+        """Guard an object's class; the loop may give it another one."""
+        self._place(owner, Attributes(owner), type(owner).__name__).note("__class__", type(owner))
+
+    def _note_dict(self, owner: object, table: dict[str, object], label: str, watch: Callable) -> None:
+        """Guard all that an object's dict holds, and the names in it: it was read as a whole."""
+        for name, held in list(table.items()):
+            hidden = name in _TABLES or (name.startswith("_") and isinstance(owner, nn.Module))
+            if not hidden and not isinstance(held, CONSUMED):
+                self._note_attribute(owner, name, held, label, watch)
+        names = Answers(names=lambda: tuple(table))
+        self._place(owner, names, label).note("names", names.get("names"))
 
     def _note_absent(self, owner: object, name: str, label: str | None) -> None:
         """``hasattr`` and ``getattr`` with a default find no attribute; the parameters and parts of a module are found elsewhere."""
@@ -510,18 +387,22 @@ class Guards:
             return value
         if table is None or name not in table:
             cls = next((base for base in type(owner).__mro__ if name in vars(base)), None)
+            if cls is None and table is not None and not isinstance(owner, nn.Module):  # the class has code that finds it, perhaps under another name
+                for inside in [inside for inside, held in table.items() if held is value]:
+                    self._note(owner, table, label, inside, value)
             if cls is None or not is_user_class(cls):
                 return value
             found = vars(cls)[name]
+            self._note(cls, vars(cls), cls.__name__, name, found)
             if isinstance(found, types.MemberDescriptorType):
-                self._note(owner, _Slots(owner), label, name, value)
+                self._note(owner, Slots(owner), label, name, value)
                 self._follow(value, _DEPTH, watch)
             elif isinstance(found, property):
                 self._follow(found.fget, _DEPTH, watch)
             elif hasattr(type(found), "__get__") and is_user_class(type(found)):
                 watch(found)
-            elif found is value and isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)):
-                self._note(cls, vars(cls), cls.__name__, name, value)
+                self._note_dict(found, getattr_plain(found) or {}, type(found).__name__, watch)  # it was asked before it was watched
+                self._follow(type(found).__get__, _DEPTH, watch)
             return value
         if isinstance(owner, nn.Module) and isinstance(value, Tensor):
             key = f"{label}.{name}"
@@ -544,13 +425,16 @@ class Guards:
         _check_not_consumed(value, f"{label}.{name}")
         place = self._place(owner, table, label)
         place.note(name, value)
+        if isinstance(value, enum.Enum) and is_user_class(type(value)):
+            for inside in [inside for inside in vars(value) if not inside.startswith("_")]:
+                self._place(value, vars(value), str(value)).note(inside, vars(value)[inside])
         hooks = isinstance(owner, nn.Module) and name.endswith("_hooks")  # a forward may install hooks: `num_hooks`
         self._noted.append((place, name, value, () if hooks else tuple(contents_of([value]))))
 
-    def _place(self, owner: object, table: Mapping[str, object], label: str) -> _Place:
-        key = id(owner), type(table)  # a function has its variables and its defaults, an object its slots
+    def _place(self, owner: object, table: Mapping[str, object], label: str) -> Place:
+        key = id(owner), label if owner is None else type(table)  # a function has its variables and its code, an object its slots
         if key not in self._places:
-            self._places[key] = _Place(owner, table, label)
+            self._places[key] = Place(owner, table, label)
         return self._places[key]
 
     def _follow(self, value: object, depth: int, watch: Callable) -> None:
@@ -580,18 +464,28 @@ class Guards:
         """Guard the global and closed-over values that a function of the user uses, and its defaults."""
         if isinstance(function, _CACHED):
             self._caches.setdefault(id(function), (function, function.cache_info().misses))
+        if isinstance(table := getattr(function, "registry", None), types.MappingProxyType):  # of functools.singledispatch
+            self._note(function, Attributes(function), function.__name__, "registry", table)
+            self._follow(list(table.values()), depth, watch)
         function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
         if code is None or not _is_own_file(code.co_filename):
             return
-        for name in ("__defaults__", "__kwdefaults__"):
-            if any(isinstance(value, MUTABLE) for value in pytree.tree_leaves(getattr(function, name), is_leaf=lambda x: isinstance(x, REFILLED))):
-                self._note(function, _Defaults(function), code.co_name, name, getattr(function, name))
-        names = _names_of(code)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._note(function, Attributes(function), code.co_name, name, getattr(function, name))
+        self._words |= _texts_of(code)
+        names, absent = _names_of(code), _globals_of(code) - function.__globals__.keys()
+        if "globals" in absent:
+            names = names | {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
+        variables = self._place(function.__globals__, function.__globals__, function.__module__)
+        for name in absent:  # a variable of that name would hide the built-in one
+            variables.note(name, MISSING)
+        if not names.isdisjoint(("environ", "getenv")):
+            self._place(None, ENVIRONMENT, "os").note("environ", ENVIRONMENT.get("environ"))
         self.runs_backward |= not names.isdisjoint(_REGISTER)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
-                self._note_variable(function, _Cells(function), code.co_name, name, cell.cell_contents, depth, watch, names)
+                self._note_variable(function, Cells(function), code.co_name, name, cell.cell_contents, depth, watch, names)
         for name in names & function.__globals__.keys():
             self._note_class(function.__globals__[name], names)
         if code in self._functions:
@@ -611,24 +505,32 @@ class Guards:
     def _note_class(self, cls: object, names: set[str]) -> None:
         """Guard the attributes of a class, or of a function, of the user that code may read from it."""
         if isinstance(cls, types.FunctionType) and vars(cls) and _is_own_file(cls.__code__.co_filename):
-            for name in names & vars(cls).keys():
+            for name in vars(cls) if names & _REFLECTION else names & vars(cls).keys():
                 self._note(cls, vars(cls), cls.__name__, name, vars(cls)[name])
         if not isinstance(cls, type):
             return
+        if names & _REFLECTION and is_user_class(cls):
+            names = names | {name for base in cls.__mro__ if is_user_class(base) for name in vars(base) if not name.startswith("__")}
         if issubclass(cls, torch.autograd.Function) and is_user_class(cls):
             self._note_differentiated(cls)
         for base in cls.__mro__:
             if is_user_class(base):
-                for name in names & vars(base).keys():
+                for name in names & vars(base).keys() - {"__getattribute__"}:  # which is exchanged while reads are noted
                     self._note_method(cls, vars(base)[name])
-                    if isinstance(vars(base)[name], (*PLAIN, *MUTABLE, *CONSUMED, *_FUNCTIONS)):
-                        self._note(base, vars(base), base.__name__, name, vars(base)[name])
-                        if name not in vars(cls):  # the class itself may get one
-                            self._note(cls, vars(cls), cls.__name__, name, MISSING)
+                    self._note(base, vars(base), base.__name__, name, vars(base)[name])
+                    if name not in vars(cls):  # the class itself may get one
+                        self._note(cls, vars(cls), cls.__name__, name, MISSING)
+        if is_user_class(cls):
+            self._note(cls, Attributes(cls), cls.__name__, "__bases__", cls.__bases__)
+        for base in filter(is_user_class, inspect.getmro(type(cls))):
+            for name in names & vars(base).keys():
+                self._note(base, vars(base), base.__name__, name, vars(base)[name])
+                self._note_method(cls, vars(base)[name])
 
     def _note_method(self, cls: type, method: object) -> None:
         """Guard what a method that is called on the class itself reads."""
-        function = inspect.unwrap(method.__func__) if isinstance(method, (staticmethod, classmethod)) else None
+        function = method.fget if isinstance(method, property) else method.func if isinstance(method, functools.partialmethod) else method
+        function = inspect.unwrap(function.__func__) if isinstance(function, (staticmethod, classmethod)) else function
         if isinstance(function, types.FunctionType) and (cls, function.__code__) not in self._methods:
             self._methods.add((cls, function.__code__))
             self._note_function(function, _DEPTH, self._watch)
@@ -673,6 +575,26 @@ class Guards:
         if _is_own_module(module):
             for name in names & vars(module).keys():
                 self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch, names)
+        elif depth:
+            self._note_library(module, names, min(depth, _INSIDE))
+
+    def _note_library(self, module: types.ModuleType, names: set[str], depth: int) -> None:
+        """Guard the functions and classes of an installed library that code uses, which the loop may exchange, and settings that it reads."""
+        place = self._place(vars(module), vars(module), module.__name__)
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, types.ModuleType):
+                if depth and value.__name__.startswith(f"{module.__name__}."):
+                    self._note_library(value, names, depth - 1)
+            elif isinstance(value, _CODE) and not (getattr(value, "__module__", None) or "").startswith("graphacc"):  # nor what stands in for it while a model is captured
+                place.note(name, value)
+        if type(module) is not types.ModuleType:  # torch.backends.cudnn
+            for name in names & vars(type(module)).keys():
+                if isinstance(value := getattr(module, name, None), PLAIN):
+                    self._place(module, Attributes(module), module.__name__).note(name, value)
+        if module is torch:
+            for name in names & SETTINGS.known:
+                self._place(None, SETTINGS, "torch").note(name, SETTINGS.get(name))
 
     def _note_settings(self, module: types.ModuleType) -> None:
         """Guard the plain variables of a module of the user that is passed around, such as a file of settings."""
@@ -722,6 +644,9 @@ class Guards:
         A plain attribute of an object, such as a config's, keeps its new value: the next capture, which follows, starts from it. All else is restored.
         """
         changed, self._set_in_backward = self._set_in_backward, []
+        changed += [f"something outside of the model (the file {file} is read)" for file in self._files]
+        self._files.clear()
+        own = {id(module) for module in self.model.modules()}
         for place, name, value, contents in reversed(self._noted):  # the oldest copies are those from before
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
@@ -735,7 +660,7 @@ class Guards:
                 refill(container, copy)
             if written:
                 changed.append(f"{place.label}.{name}")
-            elif now is not value and not isinstance(place.owner, nn.Module) and snapshot(now) != snapshot(value):
+            elif now is not value and id(place.owner) not in own and snapshot(now) != snapshot(value):
                 if self.settles and isinstance(now, PLAIN) and place.table is getattr_plain(place.owner):
                     self._settled += 1
                     self._settling.append((place, name, value))
@@ -779,7 +704,7 @@ class Written:
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
-    held: tuple[_Held, ...] = ()  # the Python state that it has read
+    held: tuple[Held, ...] = ()  # the Python state that it has read
 
 
 class Structure:
@@ -817,6 +742,12 @@ class Structure:
         finally:
             for table, name, given in exchanged:
                 table[name] = given
+
+
+def code_of(modules: Iterable[nn.Module]) -> tuple[tuple, tuple]:
+    """The classes of modules, and what these do in a call: the loop may exchange both."""
+    kinds = tuple(map(type, modules))
+    return kinds, tuple(kind.forward for kind in dict.fromkeys(kinds))
 
 
 def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapping[str, object]) -> dict[str, object]:
@@ -897,6 +828,20 @@ def _names_of(code: types.CodeType | None) -> set[str]:
     return names
 
 
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """The global names, and no attributes, in a function's code, and in that of functions inside it."""
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    return frozenset(names.union(*(_globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))))
+
+
+@functools.cache
+def _texts_of(code: types.CodeType) -> frozenset[str]:
+    """The names and texts in a function's code, and in that of functions inside it."""
+    inside = [_texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset({*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}.union(*inside))
+
+
 def _is_own_file(filename: str) -> bool:
     """Whether code is the user's own, and not an installed library's, whose global state is taken as fixed."""
     return is_user_file(filename) and "site-packages" not in filename
@@ -937,4 +882,4 @@ def _text(found: Hashable) -> str:
     return str(found[1]) if isinstance(found, tuple) and len(found) == 2 else "another value"
 
 
-__all__ = ["MISSING", "Guards", "NewInput", "OptimizerGuards", "Structure", "Written", "attributes_written", "plain_attributes_written"]
+__all__ = ["MISSING", "Guards", "NewInput", "OptimizerGuards", "Structure", "Written", "attributes_written", "code_of", "plain_attributes_written"]

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from graphacc.capture.borrow import TensorsNow
-from graphacc.loop.guards import Written
+from graphacc.errors import LoopError
+from graphacc.loop.guards import Written, code_of
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -42,6 +43,11 @@ class ModelCall:
         """
         engine = self.engine
         modules = [module for module, _ in self.mode[0]]
+        if code_of(modules) != self.mode[2]:
+            raise LoopError(
+                "the class of a module, or the forward of one, was exchanged between a call of the model and its backward(), and the recorded call is compiled only then: "
+                "exchange it before the call or after the step"
+            )
         now = [module.training for module in modules]
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
@@ -52,7 +58,6 @@ class ModelCall:
                 return result, engine.guards.read(written.tensors)
         finally:
             _set_training(modules, now)
-
 
     @contextlib.contextmanager
     def _constants(self) -> Iterator[None]:

@@ -1,0 +1,220 @@
+"""Places of Python state: names in a dict, an object, a class or a function, whether they still have the values that were read, and giving those back."""
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping
+
+from torch import Tensor
+
+from graphacc.capture.python_state import CONTAINERS, MUTABLE, contents_of, is_fixed, snapshot
+from graphacc.errors import LoopError
+
+MISSING = object()
+
+
+class Place:
+    """Names in one dict (of a module, an object, or of global variables) whose values were read."""
+
+    def __init__(self, owner: object, table: Mapping[str, object], label: str):
+        self.owner = owner  # kept alive
+        self.table = table
+        self.label = label
+        self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
+        self.inputs: set[str] = set()  # names whose tensors are inputs of the program
+        self.mutable: list[str] = []  # names whose values can change in place, but for the empty ones
+        self._empty: list = []  # values that are empty: most are a module's tables of hooks
+        self._values: tuple = ()
+        self._held: Held | None = None
+
+    def note(self, name: str, value: object) -> None:
+        """Guard a name, which has `value` now (`MISSING`: none)."""
+        if name not in self.names:
+            self.names[name] = self.snapshot(name, value)
+            self._refresh()
+
+    def drop(self, name: str) -> None:
+        if self.names.pop(name, None) is not None:
+            self._refresh()
+
+    def take_as_input(self, name: str) -> None:
+        """Whatever tensor the name has is an input of the program: another one is no change."""
+        self.inputs.add(name)
+        if name in self.names:
+            self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+            self._refresh()
+
+    def snapshot(self, name: str, value: object) -> Hashable:
+        return "input" if name in self.inputs and isinstance(value, Tensor) else snapshot(value)
+
+    def _refresh(self) -> None:
+        self._values = tuple(self.table.get(name, MISSING) for name in self.names)
+        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, MUTABLE) and not is_fixed(value)]
+        empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
+        self._empty = [value for name, value in mutable if name in empty]
+        self.mutable = [name for name, _ in mutable if name not in empty]
+        self._held = None
+
+    @property
+    def held(self) -> "Held":
+        """Its names as they were read last."""
+        if self._held is None:
+            self._held = Held(self, dict(self.names), self._values, tuple(contents_of(self._values)))
+        return self._held
+
+    def put(self, name: str, value: object) -> None:
+        """Give a name another value, or none (`MISSING`)."""
+        table = typing.cast("dict[str, object]", self.table)
+        if isinstance(self.table, types.MappingProxyType):
+            setattr(self.owner, name, value) if value is not MISSING else delattr(self.owner, name)
+        elif value is MISSING:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+    def unchanged(self) -> bool:
+        """Whether every value is the one that was read, quickly."""
+        same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
+        return same and not any(self._empty) and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
+
+    def changes(self) -> list[tuple[str, Hashable, Hashable]]:
+        """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
+        now = {name: self.snapshot(name, self.table.get(name, MISSING)) for name in self.names}
+        found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
+        self.names = now
+        self._refresh()
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """What the names of a place had when a call read them."""
+
+    place: Place
+    snapshots: dict[str, Hashable]
+    values: tuple
+    contents: tuple  # (container, copy) of what can be put back among the values, and in them
+
+    def differences(self) -> list[tuple[Place, str, object, object]]:
+        """(place, name, value then, value now) of what is not as it was.
+
+        Raises:
+            LoopError: a tensor, or what a container holds deep inside, was changed in place since, or what cannot be put back.
+        """
+        found = []
+        for (name, before), value in zip(self.snapshots.items(), self.values):
+            present = self.place.table.get(name, MISSING)
+            if present is value and not isinstance(value, MUTABLE):
+                continue
+            if before not in (snapshot(value), self.place.snapshot(name, value)):
+                raise LoopError(
+                    f"{self.place.label}.{name}, which the model's forward reads, was changed in place between a call of the model and its backward(), and the "
+                    "recorded call is compiled only then: change it before the call or after the step"
+                )
+            if before not in (snapshot(present), self.place.snapshot(name, present)):
+                if isinstance(self.place.table, Answers):
+                    raise LoopError(
+                        f"{self.place.label}.{name}, which the model's forward reads, changed between a call of the model and its backward(), and the recorded call is "
+                        "compiled only then: change it before the call or after the step"
+                    )
+                found.append((self.place, name, value, present))
+        return found
+
+
+class Cells(dict):
+    """The variables that a function has from around it, as a dict."""
+
+    def __init__(self, function: types.FunctionType):
+        super().__init__()
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._cells
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._cells[name].cell_contents = value
+
+
+class Slots(dict):
+    """The attributes of an object that has slots, as a dict."""
+
+    def __init__(self, owner: object):
+        super().__init__()
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return object.__getattribute__(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(typing.cast("str", name), MISSING) is not MISSING
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: object) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def pop(self, name: str, default: object = None) -> object:
+        found = self.get(name, default)
+        with contextlib.suppress(AttributeError):
+            object.__delattr__(self._owner, name)
+        return found
+
+
+class Attributes(dict):
+    """What Python itself keeps of an object, as a dict: its class, a function's code and defaults, the bases of a class."""
+
+    def __init__(self, owner: object):
+        super().__init__()
+        self._owner = owner
+
+    def get(self, name: str, default: object = None) -> object:
+        return type(self._owner) if name == "__class__" else getattr(self._owner, name, default)
+
+    def __getitem__(self, name: str) -> object:
+        return self.get(name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self._owner, name, value)
+
+
+class Answers(dict):
+    """What functions without arguments answer, as a dict: an answer that equals the last one is that object. None of them can be set."""
+
+    def __init__(self, **questions: Callable[[], object]):
+        super().__init__()
+        self.known = questions.keys()
+        self._questions = questions
+        self._last: dict[str, object] = {}
+
+    def get(self, name: str, default: object = None) -> object:
+        answer = self._questions[name]()
+        last = self._last.get(name, MISSING)
+        if type(answer) is type(last) and answer == last:
+            return last
+        self._last[name] = answer
+        return answer
+
+    def __getitem__(self, name: str) -> object:
+        return self.get(name)
