@@ -241,7 +241,7 @@ def the_process():
             x = self.linear(x) * (1 + event.is_set()) * (1 + lock.locked()) * number.value * seen[0] * len(group)
             x = x * (2.0 if log.isEnabledFor(logging.DEBUG) else 1.0) * float(os.environ.get("GRAPHACC_TEST_FACTOR", "1"))
             x = x * (2.0 if torch.is_warn_always_enabled() else 1.0) * (0.5 if torch.are_deterministic_algorithms_enabled() else 1.0)
-            return x.tanh() * (0.5 if torch.backends.cudnn.benchmark else 1.0) * (3.0 if torch.get_num_threads() == 1 else 1.0)
+            return x.tanh() * (3.0 if torch.get_num_threads() == 1 else 1.0)
 
     return Model(), [
         lambda m: event.set(),
@@ -253,7 +253,6 @@ def the_process():
         lambda m: os.environ.__setitem__("GRAPHACC_TEST_FACTOR", "0.1"),
         lambda m: torch.set_warn_always(True),
         lambda m: torch.use_deterministic_algorithms(True),
-        lambda m: setattr(torch.backends.cudnn, "benchmark", True),
     ]
 
 
@@ -275,7 +274,7 @@ def functions_of_torch():
 
 @contextlib.contextmanager
 def process_kept():
-    patched = [(F, "silu"), (torch, "tanh"), (nn.Tanh, "forward"), (torch.backends.cudnn, "benchmark")]
+    patched = [(F, "silu"), (torch, "tanh"), (nn.Tanh, "forward")]
     before = [(owner, name, getattr(owner, name)) for owner, name in patched]
     try:
         yield
