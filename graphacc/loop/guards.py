@@ -17,6 +17,7 @@ import inspect
 import itertools
 import logging
 import operator
+import os
 import sys
 import threading
 import types
@@ -481,7 +482,9 @@ class Guards:
         for name in absent:  # a variable of that name would hide the built-in one
             variables.note(name, MISSING)
         if not names.isdisjoint(("environ", "getenv")):
-            self._place(None, ENVIRONMENT, "os").note("environ", ENVIRONMENT.get("environ"))
+            for name in filter(str.isidentifier, _texts_of(code)):
+                ENVIRONMENT.add(name, functools.partial(os.environ.get, name))
+                self._place(None, ENVIRONMENT, "os.environ").note(name, ENVIRONMENT.get(name))
         self.runs_backward |= not names.isdisjoint(_REGISTER)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):

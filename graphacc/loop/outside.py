@@ -30,7 +30,8 @@ _NAMES = (
 )
 SETTINGS = Answers(**{name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}, is_autocast_enabled=lambda: torch.is_autocast_enabled("cuda"))
 """Functions of torch that tell of its settings, by name. Autocast on CPU, and modes that are on around a call, are a part of the call."""
-ENVIRONMENT = Answers(environ=lambda: frozenset(os.environ.items()))
+ENVIRONMENT = Answers()
+"""Environment variables, of which those are added that the code of a forward names."""
 _OTHERWISE = ("importlib", "linecache", "inspect", "traceback", "tokenize", "warnings", "logging", "torch", "torch_xla", "graphacc", "jax", "jaxlib")
 """Modules that open files of their own accord, but for the one by which torch loads a file."""
 

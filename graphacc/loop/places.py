@@ -208,6 +208,9 @@ class Answers(dict):
         self._questions = questions
         self._last: dict[str, object] = {}
 
+    def add(self, name: str, question: Callable[[], object]) -> None:
+        self._questions.setdefault(name, question)
+
     def get(self, name: str, default: object = None) -> object:
         answer = self._questions[name]()
         last = self._last.get(name, MISSING)
