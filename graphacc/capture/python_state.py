@@ -30,14 +30,16 @@ from graphacc.capture.source import is_user_file
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+BYTES = (bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 VIEWS = (
-    *(bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData, contextvars.ContextVar, threading.local, threading.Event, type(threading.Lock())),
+    *(*BYTES, contextvars.ContextVar, threading.local, threading.Event, type(threading.Lock())),
     *(logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
 )
 """What is looked into by `_seen_in`; libraries' mappings and lists are, too."""
-MUTABLE = (*CONTAINERS, *NAMESPACES, *VIEWS, collections.abc.Mapping, collections.abc.MutableSequence, functools.partial, numpy.ndarray, Tensor)
+METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+MUTABLE = (*CONTAINERS, *NAMESPACES, *VIEWS, *METHODS, collections.abc.Mapping, collections.abc.MutableSequence, functools.partial, numpy.ndarray, Tensor)
 """What can change while it stays the same object."""
-REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray)  # those of them that can be put back
+REFILLED = (list, dict, set, collections.deque, *NAMESPACES, numpy.ndarray, *BYTES, threading.local, threading.Event, contextvars.ContextVar)  # those of them that can be put back
 CONSUMED = (
     *(Iterator, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator),
     *(queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
@@ -60,8 +62,9 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
         return type(value), value
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         return "array", value.dtype.str, value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).data, digest_size=16).digest()
-    if isinstance(value, types.MethodType):
-        return "method", Same(value.__self__), Same(value.__func__)
+    if isinstance(value, METHODS):
+        owner, name = owner_of(value), Same(value.__func__) if isinstance(value, types.MethodType) else value.__name__
+        return Same(value) if owner is value else ("method", snapshot(owner, depth - 1) if depth else Same(owner), name)
     if isinstance(value, NAMESPACES):
         value = vars(value)
     if isinstance(value, functools.partial):
@@ -76,7 +79,16 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
 
 def is_fixed(value: object) -> bool:
     """Whether a value reads the same as long as it is the same object, though its type is among `MUTABLE`."""
+    if isinstance(value, METHODS):
+        owner = owner_of(value)
+        return owner is value or not isinstance(owner, MUTABLE) or is_fixed(owner)
     return isinstance(value, (tuple, frozenset)) and all(not isinstance(item, MUTABLE) or is_fixed(item) for item in value)
+
+
+def owner_of(value: Any) -> Any:
+    """The object whose method a value is; the value itself where it is none."""
+    owner = getattr(value, "__self__", None) if isinstance(value, METHODS) else None
+    return value if owner is None or isinstance(owner, types.ModuleType) else owner
 
 
 def _memory(value: Tensor) -> int:
@@ -91,7 +103,7 @@ def _memory(value: Tensor) -> int:
 
 def _seen_in(value: Any) -> object:
     """What reading an object gives; None where that is not known."""
-    if isinstance(value, (bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)):
+    if isinstance(value, BYTES):
         return bytes(value)
     if isinstance(value, weakref.ref):
         return value() is not None
@@ -138,7 +150,7 @@ class Same:
 
 def contents_of(values: Iterable, depth: int = NESTED) -> Iterator[tuple[Any, Any]]:
     """(container, copy) of what can be put back among values, and in them."""
-    for value in values:
+    for value in map(owner_of, values):
         if isinstance(value, REFILLED):
             yield value, copy_of(value)
         if isinstance(value, (*CONTAINERS, *NAMESPACES, functools.partial)) and depth > 1:
@@ -147,8 +159,10 @@ def contents_of(values: Iterable, depth: int = NESTED) -> Iterator[tuple[Any, An
 
 
 def leaves_of(values: Iterable, depth: int = NESTED) -> Iterator[object]:
-    """Values, and of containers what they hold."""
-    for value in values:
+    """Values, and of containers what they hold, of methods what they belong to."""
+    for value in map(owner_of, values):
+        if isinstance(value, functools.partial):
+            value = value.func, value.args, value.keywords
         if isinstance(value, NAMESPACES):
             value = vars(value)
         if isinstance(value, CONTAINERS) and depth:
@@ -161,7 +175,11 @@ def copy_of(container: Any) -> Any:
     """What a container holds, without its own class."""
     if isinstance(container, numpy.ndarray):
         return container.copy()
-    if isinstance(container, NAMESPACES):
+    if isinstance(container, BYTES):
+        return bytes(container)
+    if isinstance(container, (threading.Event, contextvars.ContextVar)):
+        return (container.is_set() if isinstance(container, threading.Event) else container.get(None),)
+    if isinstance(container, (*NAMESPACES, threading.local)):
         return dict(vars(container))
     return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
 
@@ -173,17 +191,39 @@ def refill(container: Any, content: Any) -> None:
     if isinstance(container, numpy.ndarray):
         container[...] = content
         return
-    if isinstance(container, NAMESPACES):
+    if isinstance(container, BYTES):
+        _refill_bytes(container, content)
+        return
+    if isinstance(container, contextvars.ContextVar):
+        container.set(*content)
+        return
+    if isinstance(container, threading.Event):
+        container.set() if content[0] else container.clear()
+        return
+    if isinstance(container, (*NAMESPACES, threading.local)):
         container = vars(container)
     kind: Any = next(kind for kind in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, collections.deque) else kind.update)(container, content)
 
 
+def _refill_bytes(container: Any, content: bytes) -> None:
+    if isinstance(container, bytearray):
+        container[:] = content
+    elif isinstance(container, memoryview):
+        (container if container.format == "B" else container.cast("B"))[:] = content
+    elif isinstance(container, array.array):
+        container[:] = array.array(container.typecode, content)
+    else:
+        ctypes.memmove(ctypes.addressof(container), content, len(content))
+
+
 def _holds(container: Any, content: Any) -> bool:
     """Whether a container holds the very objects of a copy, in its order."""
     if isinstance(container, numpy.ndarray):
         return snapshot(container) == snapshot(content)
+    if isinstance(container, (*BYTES, threading.Event, contextvars.ContextVar)):
+        return copy_of(container) == content
     if isinstance(container, set):
         return container == content
     now, before = (list(x.items()) if isinstance(x, dict) else [(None, item) for item in x] for x in (copy_of(container), content))

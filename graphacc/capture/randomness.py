@@ -5,8 +5,10 @@ stream and the element's global index alone (see graphacc.ops.random). Numbers d
 distributions are the same, up to 24 random bits in a uniform number.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphacc.errors import CaptureError
 
 aten = torch.ops.aten
+
+
+_IN_PLACE = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+    aten.uniform_.default: aten.uniform.default,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.exponential_.default: aten.exponential.default,
+}
 
 
 class Streams:
@@ -28,6 +39,15 @@ class Streams:
     def __init__(self, key: Tensor, first: int = 0):
         self.key = key
         self.count = first
+
+    @contextlib.contextmanager
+    def numbering(self) -> Iterator[None]:
+        """`streams_from` is about these inside."""
+        _numbering.now, before = self, getattr(_numbering, "now", None)
+        try:
+            yield
+        finally:
+            _numbering.now = before
 
     def table(self) -> dict[torch._ops.OpOverload, Callable]:
         """Operator -> decomposition, for `trace_functional`."""
@@ -136,6 +156,22 @@ class Streams:
         return torch.argmax(weights.unsqueeze(-2) / noise.clamp_min(1e-30), dim=-1)
 
 
+_numbering = threading.local()
+
+
+@contextlib.contextmanager
+def streams_from(first: int | None) -> Iterator[int]:
+    """Number the streams inside from `first` on, which others may have had, and those after it as ever; None goes on with the next number. Yields the first number."""
+    streams: Streams | None = getattr(_numbering, "now", None)
+    if streams is None:
+        yield 0
+        return
+    reached = streams.count
+    streams.count = reached if first is None else first
+    yield streams.count
+    streams.count = max(reached, streams.count)
+
+
 def keyed_randomness(seed: int, counter: int, first: int = 0) -> "KeyedRandomness":
     """A mode in which PyTorch draws the numbers that a captured step draws with this key, operator by operator, from stream `first` on."""
     return KeyedRandomness(torch.tensor([seed & 0xFFFFFFFF, counter & 0xFFFFFFFF], dtype=torch.int64), first)
@@ -148,13 +184,15 @@ class KeyedRandomness(TorchDispatchMode):
         super().__init__()
         self._streams = Streams(key, first)
         self._table = self._streams.table()
-        self._in_place = {
-            aten.bernoulli_.float: aten.bernoulli.p,
-            aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
-            aten.uniform_.default: aten.uniform.default,
-            aten.normal_.default: aten.normal_functional.default,
-            aten.exponential_.default: aten.exponential.default,
-        }
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self):
+        self._open.enter_context(self._streams.numbering())
+        return super().__enter__()
+
+    def __exit__(self, *failure):
+        self._open.close()
+        return super().__exit__(*failure)
 
     @property
     def count(self) -> int:
@@ -167,8 +205,29 @@ class KeyedRandomness(TorchDispatchMode):
             result, noise = self._table[aten.rrelu_with_noise_functional.default](*args, **kwargs)
             args[1].copy_(noise)
             return result
-        rule = self._table.get(self._in_place.get(func, func))
+        rule = self._table.get(_IN_PLACE.get(func, func))
         if rule is None:
             return func(*args, **kwargs)
         result = rule(*args, **kwargs)
-        return args[0].copy_(result) if func in self._in_place else result
+        return args[0].copy_(result) if func in _IN_PLACE else result
+
+
+class DrawsNoted(TorchDispatchMode):
+    """Notes whether an operator inside draws random numbers, of those that a captured step draws with its key."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.native_dropout.default:
+            self.found |= args[1] != 0.0 and args[2] is not False
+        elif func in (aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default):
+            self.found |= bool(args[4] if len(args) > 4 else kwargs.get("training", False))
+        elif _IN_PLACE.get(func, func) in _DRAWING:
+            self.found = True
+        return func(*args, **kwargs)
+
+
+_DRAWING = frozenset(Streams(torch.empty(0)).table())

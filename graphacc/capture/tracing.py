@@ -1,5 +1,6 @@
 """From a Python function to a StepGraph: one functional trace on fake tensors, cleaned up and signed."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -86,10 +87,13 @@ def trace(
     with fake_mode():
         fakes = [slot.fake() for slot in slots]
         table = dict(decompositions())
+        numbering = contextlib.nullcontext()
         for slot, fake in zip(slots, fakes):
             if slot.kind is Kind.KEY:
-                table.update(Streams(fake, first_stream).table())
-        with explained(what), quiet_failures():
+                streams = Streams(fake, first_stream)
+                table.update(streams.table())
+                numbering = streams.numbering()
+        with explained(what), quiet_failures(), numbering:
             module = trace_functional(flat_program, fakes, table)
     graph, lifted = rebuilt(module, unique_names(slots), source.phase, replaced)
     return _signed(graph, slots, signature, lifted, constants)

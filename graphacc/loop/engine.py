@@ -446,6 +446,8 @@ class Engine:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
         self.end_if_written()
         tape = self.tape
+        if tape is not None and not tape.closed and tape.backward_at is None and tape.repeated() is None and self.keys.went_back():
+            self.by_pytorch.make_differentiable(tape, "torch's random numbers were set back to where an earlier step began")
         if tape is None or tape.closed or tape.backward_at is not None or not tape.live():
             self.end_recording()
             tape = self.tape = self._new_tape()

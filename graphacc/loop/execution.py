@@ -349,7 +349,7 @@ class Execution:
     ) -> dict[tuple[Kind, str], object]:
         """The inputs of a program that are no state."""
         feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, microbatch or 0), tape.counter & 0xFFFFFFFF]}
-        if compiled.draws:
+        if compiled.draws and not tape.drawn_at:
             self.engine.keys.note_draws()
         padded = tape.bucket if compiled.kind in _OF_FORWARD else None
         if padded is not None:

@@ -1,7 +1,7 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from graphacc.capture.borrow import TensorsNow, substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
+from graphacc.capture.randomness import DrawsNoted
 from graphacc.capture.source import calling_line
 from graphacc.errors import ParameterWritten
 from graphacc.graph import Kind
@@ -32,6 +33,7 @@ class Fakes:
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a fake parameter or buffer -> its name
+        self.drew = False  # whether the last call drew random numbers
 
     def of(self, value: "Tensor | Param") -> Tensor:
         """The fake tensor of a real tensor, a parameter's name, or of a fake tensor itself."""
@@ -52,8 +54,14 @@ class Fakes:
 
     def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
-        with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext():
+        with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext(), self._draws_noted():
             return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _draws_noted(self) -> Iterator[None]:
+        with DrawsNoted() as draws:
+            yield
+        self.drew = draws.found
 
     def call_model(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model, or the submodule at `path`, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
@@ -67,7 +75,7 @@ class Fakes:
         branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
         writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
         try:
-            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes:
+            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes, self._draws_noted():
                 return self.model.get_submodule(path)(*args, **kwargs)
         except ParameterWritten as error:
             for name in error.names:
@@ -76,7 +84,7 @@ class Fakes:
 
     def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
-        return infer_call(self.model, self.model_tensors(), args, kwargs, self._like)
+        return infer_call(self.model, self.model_tensors(), args, kwargs, self._like, self._draws_noted())
 
     def _like(self, meta: Tensor) -> Tensor:
         with self._mode:

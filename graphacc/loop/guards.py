@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
-from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, contents_of, copy_of, is_library_class, refill, snapshot
+from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
 from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError
 from graphacc.loop.mixed import Mixin
@@ -450,7 +450,11 @@ class Guards:
         if isinstance(value, types.MethodType):
             self._follow(value.__self__, depth - 1, watch)
             value = value.__func__
-        if isinstance(value, (types.FunctionType, _CACHED)):
+        if (owner := owner_of(value)) is not value:  # a method of C: a dict's `get`, an object's `__getattribute__`
+            self._follow(owner, depth - 1, watch)
+            if is_user_class(type(owner)) and (table := getattr_plain(owner)) is not None:
+                self._note_dict(owner, table, type(owner).__name__, watch)
+        elif isinstance(value, (types.FunctionType, _CACHED)):
             self._note_function(value, depth, watch)
         elif isinstance(value, (*CONTAINERS, *NAMESPACES)):
             inside = vars(value) if isinstance(value, NAMESPACES) else value
@@ -663,6 +667,9 @@ class Guards:
                 refill(container, copy)
             if written:
                 changed.append(f"{place.label}.{name}")
+            elif now is value and isinstance(value, VIEWS) and place.snapshot(name, value) != place.names.get(name):
+                place.changes()
+                changed.append(f"{place.label}.{name}")
             elif now is not value and id(place.owner) not in own and snapshot(now) != snapshot(value):
                 if self.settles and isinstance(now, PLAIN) and place.table is getattr_plain(place.owner):
                     self._settled += 1
@@ -872,11 +879,12 @@ def is_user_class(cls: type) -> bool:
 
 def _check_not_consumed(value: object, label: str) -> None:
     """Refuse to read what gives something else every time, before the code that runs on fake tensors does."""
-    if isinstance(value, CONSUMED):
-        raise CaptureError(
-            f"what is to be compiled reads {label}, a {type(value).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
-            "first: draw with torch's default generator, or outside of the model and pass the result in"
-        )
+    for leaf in leaves_of([value]):
+        if isinstance(leaf, CONSUMED):
+            raise CaptureError(
+                f"what is to be compiled reads {label}, a {type(leaf).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
+                "first: draw with torch's default generator, or outside of the model and pass the result in"
+            )
 
 
 def _text(found: Hashable) -> str:

@@ -2,8 +2,8 @@
 
 They follow PyTorch's generator: after ``torch.manual_seed(s)`` the same recordings draw the same numbers again, also within
 ``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. A compiled
-program takes nothing from that generator; so that its state tells one recording from another, each takes one number from it as soon as a program
-draws. A model that draws nothing takes nothing.
+program takes nothing from that generator; so that its state tells one call from another, each that draws takes one number from it. A model that draws
+nothing takes nothing. A call that begins where an earlier one of its recording did draws that one's numbers again.
 """
 
 import collections
@@ -33,7 +33,9 @@ class RandomKeys:
         self._follows = follows
         self._torch_seed = torch.initial_seed()
         self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # torch's seed -> `counter` when it was left
-        self._draws = False  # a program has drawn numbers
+        self._draws = False  # a call, or a program, has drawn numbers
+        self._draws_unseen = False  # a program has, and no call of it
+        self._began = self._moved = b""  # where the generator stood when the present recording began, and then
         self._fresh: tuple[int, torch.Tensor] | None = None  # torch's seed, and the state of a generator that was just given it
         self._known: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()  # state of the generator -> the key of a recording that found it
 
@@ -42,7 +44,7 @@ class RandomKeys:
             self.counter += 1
             return self.seed, self.counter
         self._follow()
-        state = _state()
+        state = self._began = self._moved = _state()
         key = self._known.get(state) if self._draws else None
         if key is None:
             if self._draws and self._just_seeded():
@@ -51,14 +53,32 @@ class RandomKeys:
             key = self._known[state] = self.seed, self.counter
             if len(self._known) > _MAX_STATES:
                 self._known.popitem(last=False)
-        if self._draws:
+        if self._draws_unseen:
             _draw()
+            self._moved = _state()
         return key
 
+    def state(self) -> bytes | None:
+        """Where the generator stands; None where keys do not follow it."""
+        return _state() if self._follows else None
+
+    def first(self, state: bytes | None) -> bytes | None:
+        """The state as the loop has it, for the first call of a recording that draws: what `next` took does not count."""
+        return self._began if state == self._moved else state
+
+    def went_back(self) -> bool:
+        """Whether the generator stands where an earlier recording began."""
+        return self._draws and (state := self.state()) is not None and state not in (self._began, self._moved) and state in self._known
+
+    def draw(self) -> None:
+        """A call that draws numbers was recorded."""
+        self._draws = True
+        _draw()
+
     def note_draws(self) -> None:
-        """A program that draws numbers is about to run."""
-        if self._follows and not self._draws:
-            self._draws = True
+        """A program is about to run that draws numbers, though no call that it is made of was seen to: the optimizer does, or lazy tensors."""
+        if self._follows and not self._draws_unseen:
+            self._draws = self._draws_unseen = True
             _draw()
 
     def restart(self, seed: int, counter: int) -> None:

@@ -17,6 +17,7 @@ from graphacc.loop.places import Answers
 
 _NAMES = (
     "are_deterministic_algorithms_enabled",
+    "get_default_device",
     "get_default_dtype",
     "get_deterministic_debug_mode",
     "get_float32_matmul_precision",

@@ -124,7 +124,20 @@ class Held:
         return found
 
 
-class Cells(dict):
+class _Found(dict):
+    """A dict whose values are looked up elsewhere, by `__getitem__`."""
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(typing.cast("str", name), MISSING) is not MISSING
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+
+class Cells(_Found):
     """The variables that a function has from around it, as a dict."""
 
     def __init__(self, function: types.FunctionType):
@@ -137,20 +150,11 @@ class Cells(dict):
         except ValueError:
             raise KeyError(name) from None
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._cells
-
-    def get(self, name: str, default: object = None) -> object:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
     def __setitem__(self, name: str, value: object) -> None:
         self._cells[name].cell_contents = value
 
 
-class Slots(dict):
+class Slots(_Found):
     """The attributes of an object that has slots, as a dict."""
 
     def __init__(self, owner: object):
@@ -162,15 +166,6 @@ class Slots(dict):
             return object.__getattribute__(self._owner, name)
         except AttributeError:
             raise KeyError(name) from None
-
-    def __contains__(self, name: object) -> bool:
-        return self.get(typing.cast("str", name), MISSING) is not MISSING
-
-    def get(self, name: str, default: object = None) -> object:
-        try:
-            return self[name]
-        except KeyError:
-            return default
 
     def __setitem__(self, name: str, value: object) -> None:
         object.__setattr__(self._owner, name, value)

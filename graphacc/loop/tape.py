@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
+from graphacc.capture.randomness import streams_from
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import trees
 from graphacc.loop.bounds import Bound
@@ -95,6 +96,8 @@ class Call:
     bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
     operators: tuple = ()  # what it ran on fake tensors, and with which numbers, where lengths are bucketed
     unused: frozenset[int] = frozenset()  # tensors from outside that require a gradient, and get none from any result
+    draws: bool = False  # random numbers
+    repeats: int | None = None  # number of the earlier call whose random numbers it draws again: the loop has set torch's generator back
 
     @property
     def externals(self) -> list[int]:
@@ -142,6 +145,7 @@ class Tape:
         self.region: Region | None = None  # that gave them, if it was not PyTorch
         self.takes_gradients = False  # tensors from outside may require a gradient, for it becomes a region at once
         self.differentiable: set[int] = set()  # externals that do
+        self.drawn_at: list[tuple[int, bytes]] = []  # calls that draw random numbers, and where torch's generator stood
         self.num_reads = 0  # of values before backward that took a program
         self.updates = engine.execution.updates  # of parameters, when the tape began
         self.forget_values()
@@ -189,6 +193,8 @@ class Tape:
         if isinstance(call, _Plain):
             self._forget(*counts)
             return call.result
+        if call.draws and self.backward_at is None:
+            call = self._note_draws(call)
         if call.replaces is not None and not isinstance(leaves[call.replaces], Promise):
             self._take_over(leaves[call.replaces], counts)
         self.calls.append(call)
@@ -198,6 +204,21 @@ class Tape:
         if call.replaces is not None:
             leaves[call.replaces].bind(self, call.results[0])
         return pytree.tree_unflatten([self._given_back(leaf) for leaf in call.result_leaves], call.result_spec)
+
+    def _note_draws(self, call: Call) -> Call:
+        """The call, with the earlier one that it repeats; torch's generator moves on, as it would by the call."""
+        keys, repeats = self.engine.keys, self.repeated()
+        state = keys.state() if self.drawn_at else keys.first(keys.state())
+        if state is None:
+            return call
+        self.drawn_at.append((len(self.calls), state))
+        keys.draw()
+        return call if call.repeats == repeats else dataclasses.replace(call, repeats=repeats)
+
+    def repeated(self) -> int | None:
+        """The number of an earlier call that draws, and where torch's generator stood as it does now."""
+        state = self.engine.keys.state() if self.drawn_at else None
+        return next((number for number, before in self.drawn_at if before == state), None)
 
     def _take_over(self, total: Tensor, counts: tuple[int, int]) -> None:
         """A plain tensor becomes a promise, and what it was stays an input of the program.
@@ -338,6 +359,8 @@ class Tape:
             return None
         same = all(self.external_key(ref.index) == template.external_key(ref.index) for ref in refs if isinstance(ref, External))
         if not same or (call.replaces is not None and not _is_total(given[call.replaces], self)):
+            return None
+        if call.draws and self.backward_at is None and call.repeats != self.repeated():
             return None
         return call if self._answered_again(call.reads, template.external_key) else None
 
@@ -549,6 +572,7 @@ class Tape:
             bounds=bounds,
             operators=() if recorder is None else tuple(recorder.operators),
             unused=self._unused(fakes, refs, leaves),
+            draws=self.engine.fakes.drew,
         )
         self._keep_variant(variants, reads, call)
         return call
@@ -762,14 +786,17 @@ class Tape:
                 return externals[leaf.index]
             return named[leaf.name] if isinstance(leaf, Param) else leaf
 
+        streams: list[int] = []  # the first one of random numbers of every call
         for call in tuple(calls):
             leaves = [resolve(leaf) for leaf in call.leaves]
             if call.replaces is not None:
                 leaves[call.replaces] = leaves[call.replaces].clone()  # a replay must not add to it again
             args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             answers = self.engine.answers(call.reads, {External(index): tensor for index, tensor in externals.items()})
-            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers:
+            drawn = streams_from(None if call.repeats is None else streams[call.repeats])
+            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()), self.engine.autocast(call.autocast), answers, drawn as first:
                 result = call.function(*args, **kwargs)
+            streams.append(first)
             tensors = [leaf for leaf in objects.flatten(result)[0] if isinstance(leaf, Tensor)]
             places = [leaf for leaf in call.result_leaves if isinstance(leaf, (Ref, External, View, Param))]
             assert len(tensors) == len(places), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(places)} were recorded"
@@ -791,7 +818,7 @@ class Tape:
         """Hashable identity of recorded calls: the code, and the shapes and dtypes of the externals that it uses."""
         used = sorted({index for call in calls for index in call.externals})
         return (
-            Identity(tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers) for call in calls)),
+            Identity(tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers, call.repeats) for call in calls)),
             tuple((index, *self.external_key(index)) for index in used),
         )
 

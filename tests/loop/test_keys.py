@@ -67,13 +67,38 @@ def goes_on_after_a_fork(model):
     return found + trained(model, 1)
 
 
+def set_back(model):
+    """Several calls of one backward, of which some begin where others did; another backward's, too."""
+    torch.manual_seed(8)
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=0.0), torch.get_rng_state()
+    found = trained(model, 1)
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        results = [model(X)]
+        torch.manual_seed(seed)
+        results.append(model(X))
+        middle = torch.get_rng_state()
+        with torch.random.fork_rng(devices=[]):
+            results += [model(X), nn.functional.dropout(model(X))]
+        for state in (middle, before, start):
+            torch.set_rng_state(state)
+            results.append(model(X))
+        sum(result.pow(2).mean() for result in results).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [result.pow(2).mean().item() for result in results]
+    torch.set_rng_state(start)
+    return found + trained(model, 2)
+
+
 def equalities(values: list[float]) -> list[list[bool]]:
     return [[abs(a - b) < 1e-6 for b in values] for a in values]
 
 
-@pytest.mark.parametrize("run", [seeded_again, without_gradients, forked, goes_on_after_a_fork], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [set_back, seeded_again, without_gradients, forked, goes_on_after_a_fork], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.default_cases("1-seeded_again", "8-seeded_again")
+@pytest.mark.default_cases("1-seeded_again", "8-seeded_again", "1-set_back")
 def test_numbers_repeat_where_eager_ones_do(run, devices):
     expected = equalities(run(dropping(None)))
     assert equalities(run(dropping(devices))) == expected
@@ -107,3 +132,9 @@ def test_a_checkpoint_goes_on(tmp_path):
     torch.manual_seed(1)
     graphacc.load_checkpoint(tmp_path / "step2", other)
     assert trained(other, 2) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.lazy
+def test_lazily_captured_calls_repeat_too():
+    expected = equalities(set_back(dropping(None)))
+    assert equalities(set_back(dropping(1, capture="lazy"))) == expected

@@ -1,16 +1,23 @@
 """Python state that a forward reads in the ways of the language itself (classes, code, dicts, names), and that of the process around it: a change is seen in the next step."""
 
+import array
+import collections
 import contextlib
+import contextvars
 import ctypes
 import enum
 import functools
+import itertools
 import logging
 import os
 import queue
+import random
 import threading
 import types
 import weakref
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -260,6 +267,32 @@ class Thing:
     pass
 
 
+def methods():
+    """Of Python's own types, by which a forward reads what they belong to."""
+    table, items, names, thing, partly = {"factor": 1.0}, [1.0], {"half"}, Thing(), {"factor": 1.0}
+    thing.factor = 1.0
+    get, item, has, attribute, later = table.get, items.__getitem__, names.__contains__, thing.__getattribute__, functools.partial(partly.get, "factor")
+
+    class Model(Base):
+        def __init__(self):
+            super().__init__()
+            self.own = {"factor": 1.0}
+            self.read = [self.own.get]
+
+        def forward(self, x):
+            x = self.act(self.linear(x)) * get("factor") * item(0) * (0.5 if has("half") else 1.0)
+            return x * attribute("factor") * later() * self.read[0]("factor")
+
+    return Model(), [
+        lambda m: table.update(factor=0.7),
+        lambda m: items.__setitem__(0, 1.2),
+        lambda m: names.clear(),
+        lambda m: setattr(thing, "factor", 1.4),
+        lambda m: partly.update(factor=1.6),
+        lambda m: m.own.update(factor=0.3),
+    ]
+
+
 def functions_of_torch():
     class Model(Base):
         def forward(self, x):
@@ -303,7 +336,7 @@ def trained(make, compile_it):
     return model, losses
 
 
-@pytest.mark.parametrize("make", [code_of_functions, classes, names, modules_outside, the_process, functions_of_torch], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [code_of_functions, classes, names, modules_outside, methods, the_process, functions_of_torch], ids=lambda make: make.__name__)
 def test_every_change_is_seen(make):
     reference, expected = trained(make, False)
     model, losses = trained(make, True)
@@ -313,7 +346,7 @@ def test_every_change_is_seen(make):
 
 def test_an_unchanged_process_is_captured_once():
     torch.manual_seed(0)
-    for make in (code_of_functions, classes, names, modules_outside, the_process, functions_of_torch):
+    for make in (code_of_functions, classes, names, modules_outside, methods, the_process, functions_of_torch):
         model, _ = make()
         model = compiled(model, None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -365,16 +398,32 @@ def test_files_are_read_in_every_step(tmp_path, read):
     assert any(str(path) in why for why in model._graphacc_engine.by_pytorch.counts)
 
 
-@pytest.mark.parametrize("kind", [queue.Queue, queue.SimpleQueue])
-def test_queues_are_taken_from_in_every_step(kind):
+def of_a_queue(kind):
+    waiting = kind()
+    for factor in (1.0, 0.5, 2.0):
+        waiting.put(factor)
+    return functools.partial(waiting.get, timeout=10)
+
+
+CONSUMED = {
+    "queue": lambda: of_a_queue(queue.Queue),
+    "simple_queue": lambda: of_a_queue(queue.SimpleQueue),
+    "count": lambda: itertools.count(1).__next__,
+    "deque": lambda: collections.deque([1.0, 0.5, 2.0]).popleft,
+    "random": lambda: random.Random(0).random,
+    "numpy": lambda: numpy.random.default_rng(0).random,
+}
+
+
+@pytest.mark.parametrize("kind", CONSUMED)
+@pytest.mark.default_cases("queue", "deque", "numpy")
+def test_what_gives_something_else_is_asked_in_every_step(kind):
     def make():
-        waiting = kind()
-        for factor in (1.0, 0.5, 2.0):
-            waiting.put(factor)
+        ask = CONSUMED[kind]()
 
         class Model(Base):
             def forward(self, x):
-                return self.act(self.linear(x)) * waiting.get(timeout=10)
+                return self.act(self.linear(x)) * ask()
 
         return Model(), [lambda m: None, lambda m: None]
 
@@ -382,6 +431,45 @@ def test_queues_are_taken_from_in_every_step(kind):
     model, losses = trained(make, True)
     assert_parity(reference, model, expected, losses, by_pytorch=True)
     assert model._graphacc_engine.by_pytorch.counts
+
+
+class Counter:
+    """A number in an object whose type is Python's own; `get` and `set` are ways to it."""
+
+    def __init__(self, kind: str):
+        value: Any = {
+            "bytearray": bytearray(1), "array": array.array("d", [0.0]), "memoryview": memoryview(bytearray(8)).cast("d"), "ctypes": (ctypes.c_float * 2)(),
+            "contextvar": contextvars.ContextVar(kind), "local": threading.local(), "event": threading.Event(),
+        }[kind]  # fmt: skip
+        self.value = value
+        if kind == "event":
+            self.get, self.set = lambda: int(value.is_set()), lambda now: value.set() if now % 2 else value.clear()
+        elif kind == "contextvar":
+            self.get, self.set = value.get, value.set
+        elif kind == "local":
+            self.get, self.set = lambda: value.now, lambda now: setattr(value, "now", now)
+        else:
+            self.get, self.set = lambda: value[0], lambda now: value.__setitem__(0, now)
+        self.set(0)
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "array", "memoryview", "ctypes", "contextvar", "local", "event"])
+@pytest.mark.default_cases("bytearray", "contextvar", "event")
+def test_a_forward_that_counts_is_run_by_pytorch(kind):
+    def make():
+        counter = Counter(kind)
+
+        class Model(Base):
+            def forward(self, x):
+                counter.set(counter.get() + 1)
+                return self.act(self.linear(x)) * (1.0 + counter.get())
+
+        return Model(), [lambda m: None, lambda m: counter.set(5)]
+
+    reference, expected = trained(make, False)
+    model, losses = trained(make, True)
+    assert_parity(reference, model, expected, losses, by_pytorch=True)
+    assert any("which a compiled program does not do again in every step" in why for why in model._graphacc_engine.by_pytorch.counts)
 
 
 def test_attributes_of_parameters_are_read():

@@ -66,7 +66,8 @@ class LazyMode(TorchDispatchMode):
         self.device = inputs[0].device
         self._inputs = {xla.leaf_id(tensor) for tensor in inputs}
         self._key = None if key is None else xla.tensor_id(key)
-        self._random = {} if key is None else Streams(_inner(key), first_stream).table()
+        self.streams = Streams(_inner(key), first_stream) if key is not None else None
+        self._random = {} if self.streams is None else self.streams.table()
         self.drawn: dict[int, Draw] = {}  # identity of a placeholder -> the random numbers that it stands for
         self.whole = WholeCalls(self.drawn, None if key is None else _inner(key))
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}

@@ -19,13 +19,16 @@ from graphacc.capture.lazy.rewrites import Rewrites
 from graphacc.capture.tracing import KEY
 
 
-def infer_call(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple, kwargs: dict, fake: Callable[[Tensor], Tensor]):
+def infer_call(
+    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple, kwargs: dict, fake: Callable[[Tensor], Tensor], watching: contextlib.AbstractContextManager
+):
     """The result of ``model(*args, **kwargs)`` with the right shapes and dtypes; the model stays as it is.
 
     Args:
         tensors: every parameter and buffer under all its names; only shape, dtype and requires_grad are read, as of the
             tensors in `args` and `kwargs`. A tied tensor is one object.
         fake: makes the tensor of the result from one on the meta device.
+        watching: a mode that sees the operators as the model calls them.
 
     Returns:
         The result, in which a tensor that was given is itself.
@@ -42,6 +45,7 @@ def infer_call(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple, kwa
         stack.enter_context(decided_branches(packed_sequences="position_ids" in kwargs))
         stack.enter_context(LazyMode([*lazy.values(), key], key))
         stack.enter_context(Rewrites())
+        stack.enter_context(watching)
         own = {name: lazy[id(x)] for name, x in tensors.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: lazy[id(x)], (args, kwargs))
         result = torch.func.functional_call(model, own, args, kwargs)

@@ -1,5 +1,6 @@
 """From a Python function to an HloStep: it runs once on lazy tensors, whose HLO is taken out and nothing executed."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -40,7 +41,7 @@ def trace(
         places = {xla.leaf_id(tensor): place for place, tensor in enumerate(tensors)}
         key = next((tensor for slot, tensor in zip(slots, tensors) if slot.kind is Kind.KEY), None)
         mode = LazyMode(tensors, key, first_stream)
-        with mode, Rewrites(), source:
+        with mode, Rewrites(), source, mode.streams.numbering() if mode.streams is not None else contextlib.nullcontext():
             results = program(list(tensors))
         _check_replaced(mode, replaced)
         return _signed(slots, places, mode, results, constants, what)
