@@ -183,7 +183,7 @@ class Recorder(_WithMasks):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [self._place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         follows = torch.Tag.nondeterministic_seeded not in func.tags and not any(place is None for place, leaf in zip(places, leaves) if leaf is not None)
-        overwritten = [leaf for leaf in _written(func, args, kwargs) if isinstance(leaf, FakeTensor)]
+        overwritten = [leaf for leaf in written_by(func, args, kwargs) if isinstance(leaf, FakeTensor)]
         written = frozenset(map(memory_of, overwritten))
         if follows and self._answering is not None and decides(func, args, kwargs):
             return self._answer(self._answering, func, places, spec)
@@ -346,7 +346,8 @@ def decides(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     return func in _DYNAMIC or torch.Tag.data_dependent_output in func.tags
 
 
-def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+def written_by(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+    """The arguments of an operator that it writes into."""
     schema = func._schema
     if not schema.is_mutable:
         return []

@@ -27,6 +27,7 @@ from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWri
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
 from graphacc.loop.buckets import Buckets
+from graphacc.loop.arguments import Containers, refill
 from graphacc.loop.by_pytorch import ByPyTorch
 from graphacc.loop.choice import Choice
 from graphacc.loop.deferred import Deferred
@@ -96,7 +97,7 @@ class Engine:
         self._capturing: int | None = None  # the thread in which the model's own code runs
         self.deferred = Deferred(self)
         self.handles = manage(self, model)
-        self.fakes = Fakes(model, self.handles)
+        self.fakes = Fakes(model, self.handles, lambda tensor: self.guards.knows(tensor))
         self.execution = Execution(self)
         self.buckets = Buckets(self, options.bucket_lengths, options.length_dims) if options.bucket_lengths else None
         self.gradients = Gradients(self)
@@ -244,7 +245,7 @@ class Engine:
         tape.takes_gradients = as_region
         inputs = self.guards.inputs()
         try:
-            result, tensors = tape.record(function, (inputs, args, kwargs), {})
+            result, tensors, filled = tape.record(function, (inputs, args, kwargs), {})
         except NewInput:
             return self._record(self._function(function.path), args, kwargs, as_region)
         except NOT_COMPILED:
@@ -266,12 +267,14 @@ class Engine:
                 self._forms.get(function.path, set()).discard(_form(args, kwargs))
             tape.closed = True
             self._remember(tape)
-            result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+            result, tensors, filled = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors, filled))
         elif as_region:
             self.by_pytorch.make_differentiable(tape, "an argument requires a gradient")
             if function.path or tape.region is None or tape.region.num_differentiable <= 1:
-                result, tensors = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors))
+                result, tensors, filled = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors, filled))
         self.guards.write(tensors)
+        if filled:
+            refill((args, kwargs), filled)
         return result
 
     def _renew_held_buffers(self, names: Iterable[str]) -> None:
@@ -578,15 +581,16 @@ class Engine:
         call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
         num_hooks, flags = self.guards.num_hooks(), {}
         try:
-            with borrowed(self.model), self.guards.noting(), no_python_randomness(), self.guards.given(inputs):
+            with borrowed(self.model), self.guards.noting((args, kwargs)), no_python_randomness(), self.guards.given(inputs):
                 before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
-                buffers = self.fakes.buffers()
+                buffers, containers = self.fakes.buffers(), Containers((args, kwargs))
                 try:
                     result = call(function.path, args, kwargs, recorder)
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)
                 self.guards.check_outside_kept(inputs)
+                fills = containers.are_changed()
                 written = attributes_written(self.model, before, inputs)
                 writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
                 replaced = self.fakes.replaced_buffers() if self.fallback.backend is FX else frozenset()
@@ -603,8 +607,9 @@ class Engine:
             others=others,
             before=self.guards.present(written.keys() - inputs.keys()),
             held=self.guards.held(),
+            fills=fills,
         )
-        return result, tensors
+        return result, tensors, (args, kwargs) if fills else ()
 
     def refuse(self, tape: Tape, error: Exception) -> None:
         """The calls of `tape` cannot be compiled: from now on PyTorch runs them, unless the user wants an error."""

@@ -354,12 +354,13 @@ class Execution:
         padded = tape.bucket if compiled.kind in _OF_FORWARD else None
         if padded is not None:
             feeds |= {(Kind.BATCH, target): length for target, length in padded.length_inputs(tape).items()}
+        count = self.engine.programs.strategy.microbatches if microbatch is not None else 1
         for index, path in enumerate(tape.external_paths):
-            tensor = tape.external(index)
+            tensor = tape.given(index) if count == 1 else tape.external(index)
             if padded is not None:
                 tensor = padded.pad(index, tensor)
-            if microbatch is not None:
-                tensor = build.microbatch(tensor, tape, self.engine.programs.strategy.microbatches, microbatch)
+            if count > 1:
+                tensor = build.microbatch(tensor, tape, count, microbatch or 0)
             feeds[Kind.BATCH, path] = tensor
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}

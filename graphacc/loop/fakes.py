@@ -16,20 +16,27 @@ from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
 from graphacc.capture.randomness import DrawsNoted
 from graphacc.capture.source import calling_line
-from graphacc.errors import ParameterWritten
+from graphacc.errors import CaptureError, ParameterWritten
 from graphacc.graph import Kind
-from graphacc.loop.decisions import Recorder, memory_of
+from graphacc.loop.arguments import refill
+from graphacc.loop.decisions import Recorder, memory_of, written_by
 from graphacc.loop.managed import Handle, handle_of
+from graphacc.loop.promise import NotRecorded
 from graphacc.loop.tape import Param
 
 
 class Fakes:
-    """One fake tensor per managed tensor, and a mode in which calls give fake results."""
+    """One fake tensor per managed tensor, and a mode in which calls give fake results.
 
-    def __init__(self, model: nn.Module, handles: dict[str, Handle]):
+    Args:
+        knows: whether a tensor that the model's code finds somewhere else is guarded, so that it may be a constant.
+    """
+
+    def __init__(self, model: nn.Module, handles: dict[str, Handle], knows: Callable[[Tensor], bool]):
         self.model = model
         self.handles = handles
-        self._mode = new_fake_mode()
+        self._mode = new_fake_mode(allow_non_fake_inputs=True)
+        self._knows = knows
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a fake parameter or buffer -> its name
@@ -54,12 +61,12 @@ class Fakes:
 
     def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
-        with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext(), self._draws_noted():
+        with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext(), self._watched(None):
             return function(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _draws_noted(self) -> Iterator[None]:
-        with DrawsNoted() as draws:
+    def _watched(self, knows: Callable[[Tensor], bool] | None) -> Iterator[None]:
+        with DrawsNoted() as draws, _Constants(knows):
             yield
         self.drew = draws.found
 
@@ -75,7 +82,7 @@ class Fakes:
         branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
         writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
         try:
-            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes, self._draws_noted():
+            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes, self._watched(self._knows):
                 return self.model.get_submodule(path)(*args, **kwargs)
         except ParameterWritten as error:
             for name in error.names:
@@ -84,7 +91,9 @@ class Fakes:
 
     def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
         """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
-        return infer_call(self.model, self.model_tensors(), args, kwargs, self._like, self._draws_noted())
+        result, after = infer_call(self.model, self.model_tensors(), args, kwargs, self._like, self._watched(self._knows))
+        refill((args, kwargs), after)
+        return result
 
     def _like(self, meta: Tensor) -> Tensor:
         with self._mode:
@@ -133,6 +142,51 @@ class Fakes:
             return fake
 
 
+class _Constants(TorchDispatchMode):
+    """Refuses tensors with values that nothing guards, and writes into any.
+
+    Args:
+        knows: whether a tensor is guarded; None: tensors with values are no part of the recording.
+    """
+
+    def __init__(self, knows: Callable[[Tensor], bool] | None):
+        super().__init__()
+        self._knows = knows
+        self._known: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        real = () if func in _LIFTS else [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _is_real(leaf)]
+        if real and self._knows is None:
+            raise NotRecorded(f"it uses a tensor of shape {list(real[0].shape)} that is no argument")
+        for tensor in real:
+            if any(tensor is written for written in written_by(func, args, kwargs)):
+                raise CaptureError(
+                    f"the forward writes into a tensor of shape {list(tensor.shape)} ({func._schema.name.removeprefix('aten::')}) that is no buffer of the model: a captured step "
+                    "keeps only buffers and parameters from one step to the next. Register it with register_buffer"
+                )
+            if id(tensor) not in self._known:
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    raise CaptureError(
+                        f"the model uses a tensor of shape {list(tensor.shape)} that requires a gradient but is no registered parameter: a captured "
+                        "step trains registered parameters only. Make it an nn.Parameter attribute of a submodule"
+                    )
+                if tensor.untyped_storage().resizable() and self._knows is not None and not self._knows(tensor):  # NumPy's memory is that of an array, which is guarded
+                    raise CaptureError(
+                        f"the model uses a tensor of shape {list(tensor.shape)} that it has neither as a parameter, a buffer or an attribute nor as a variable, so that "
+                        "nobody sees when it changes: register it with register_buffer, or pass it to the model"
+                    )
+                self._known[id(tensor)] = tensor
+        return func(*args, **kwargs)
+
+
+_LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)  # of a tensor that is made inside
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type not in ("xla", "meta")
+
+
 class _Writes(TorchDispatchMode):
     """Raises `ParameterWritten` at its end if the memory of a parameter was written inside, or replaced (``parameter.data = ...``)."""
 
@@ -144,16 +198,10 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._note(args[i] if i < len(args) else kwargs.get(argument.name))
-        return func(*args, **kwargs)
-
-    def _note(self, written: object) -> None:
-        for leaf in pytree.tree_leaves(written):
-            if isinstance(leaf, Tensor) and (name := self._names.get(memory_of(leaf))) is not None:
+        for tensor in written_by(func, args, kwargs):
+            if (name := self._names.get(memory_of(tensor))) is not None:
                 self._written.setdefault(name, calling_line() or "")
+        return func(*args, **kwargs)
 
     def __exit__(self, failure, *rest):
         super().__exit__(failure, *rest)

@@ -35,9 +35,10 @@ from graphacc.capture.diagnose import Passing
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
 from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError
+from graphacc.loop import trees
 from graphacc.loop.mixed import Mixin
 from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted
-from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Place, Slots
+from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots
 
 log = logging.getLogger("graphacc")
 
@@ -80,7 +81,10 @@ class Guards:
         self._watch: Callable = lambda owner: None
         self._files: list[str] = []  # that the code which was run has read
         self._outside: dict[int, tuple[nn.Module, str]] = {}  # modules that the forward reaches and that are no part of the model, and their names
-        self._words: set[str] = set()  # names and texts in the code that was followed
+        self._outside_before: dict[int, tuple[nn.Module, dict]] = {}  # the attributes of those that were met in this run, before
+        self._words: set[str] = set()  # names and texts in the code that was followed, in this run,
+        self.words: set[str] = set()  # and ever
+        self._arguments: dict[object, list] = {}  # code -> functions that the loop has passed
         self._settled = 0  # plain attributes of objects that captures have changed
         self._rounds = 0  # of captures in a row that did
         everywhere = self._place(None, vars(torch.nn.modules.module), "torch.nn.modules.module")
@@ -134,8 +138,7 @@ class Guards:
         return found | {label: torch.tensor(float(self._value(label)), dtype=self._number_dtype) for label in self.numbers}
 
     def _value(self, label: str) -> object:
-        module, name = self._labels[label]
-        return vars(module).get(name)
+        return _attribute(*self._labels[label])
 
     @contextlib.contextmanager
     def given(self, values: Mapping[str, object], written: tuple[str, ...] = ()) -> Iterator[None]:
@@ -146,6 +149,10 @@ class Guards:
             yield
         finally:
             self.write(before)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
+        return any(leaf is tensor for place in self._places.values() for leaf in leaves_of(place.held.values))
 
     def held(self) -> tuple[Held, ...]:
         """All that was read, as it is now, for `as_held`."""
@@ -196,8 +203,11 @@ class Guards:
     # ---- noting
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self, arguments: object = ()) -> Iterator[None]:
         """Note what is read inside.
+
+        Args:
+            arguments: a tree; the code inside is given the functions in it.
 
         Raises:
             CaptureError: the code inside changed Python state other than attributes of the model's modules, which is restored.
@@ -205,6 +215,7 @@ class Guards:
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
         self._noted = []
         self._words.clear()
+        self._outside_before.clear()
         with torch._C.DisableTorchFunctionSubclass():
             described = [(name, tensor) for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if attributes_of(tensor)]
         self._functions.clear()
@@ -219,9 +230,13 @@ class Guards:
             stack.enter_context(_prints_said())
             stack.enter_context(files_noted(self._files.append))
             settled = self._settled
+            for leaf in trees.leaves(arguments):
+                if callable(leaf) and not isinstance(leaf, (Tensor, nn.Module, type)):
+                    self._note_argument(leaf)
             try:
                 yield
             finally:
+                self.words |= self._words
                 for label, tensor in described:
                     for name in attributes_of(tensor).keys() & self._words:
                         self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])
@@ -302,6 +317,7 @@ class Guards:
             try:
                 value = original(owner, name)
             except AttributeError:
+                self._note_outside_tensor(owner, name, label)
                 self._note_absent(owner, name, label)
                 raise
             outside = typing.cast(nn.Module, owner) if label is None and issubclass(type(owner), nn.Module) else None  # isinstance would ask the owner for its class
@@ -335,8 +351,34 @@ class Guards:
         self._watch = watch
         stack.enter_context(patched(cls, __getattribute__=look))
 
+    def _note_outside_tensor(self, owner: object, name: str, label: str | None) -> None:
+        """A parameter or buffer of a module outside of the model is an input."""
+        table = getattr_plain(owner)
+        if label is not None or table is None or not issubclass(type(owner), nn.Module) or issubclass(type(owner), (Mixin, torch.fx.GraphModule)):
+            return
+        module = typing.cast(nn.Module, owner)
+        if isinstance(_attribute(module, name), Tensor):
+            if isinstance(module, nn.RNNBase):  # it keeps its weights in a list, too
+                raise CaptureError(f"the forward calls a {type(module).__name__} that is no part of the model, whose weights are no inputs: make it a submodule")
+            self._take_as_input(module, self._label_outside(module), name)
+
+    def _take_as_input(self, module: nn.Module, label: str, name: str) -> None:
+        """A tensor that a module has under a name is an input of the program.
+
+        Raises:
+            NewInput: it was none until now.
+        """
+        key = f"{label}.{name}"
+        if key not in self.tensors:
+            self.tensors[key] = None
+            self._labels[key] = module, name
+            if self._in_backward:
+                raise CaptureError(f"the backward reads the tensor {key}, which the forward does not read: register it as a buffer, or save it for backward")
+            raise NewInput(key)
+
     def _label_outside(self, module: nn.Module) -> str:
         """A name of its own for a module outside of the model, whose attributes may be inputs, too."""
+        self._outside_before.setdefault(id(module), (module, dict(getattr_plain(module) or {})))  # one that is made here has none yet
         if id(module) not in self._outside:
             number = sum(type(other) is type(module) for other, _ in self._outside.values())
             self._outside[id(module)] = module, type(module).__name__ + (f" {number + 1}" if number else "")
@@ -406,14 +448,9 @@ class Guards:
                 self._follow(type(found).__get__, _DEPTH, watch)
             return value
         if isinstance(owner, nn.Module) and isinstance(value, Tensor):
-            key = f"{label}.{name}"
-            if key not in self.tensors:
-                self.tensors[key] = None
-                self._labels[key] = owner, name
+            if f"{label}.{name}" not in self.tensors:
                 self._place(owner, table, label).take_as_input(name)
-                if self._in_backward:
-                    raise CaptureError(f"the backward reads the tensor {key}, which the forward does not read: register it as a buffer, or save it for backward")
-                raise NewInput(key)
+            self._take_as_input(owner, label, name)
             return value
         if type(owner).__module__.startswith("torch.nn.") and isinstance(value, CONTAINERS) and not name.endswith("_hooks"):
             return value  # nn.LSTM's lists of its weights
@@ -424,6 +461,11 @@ class Guards:
 
     def _note(self, owner: object, table: Mapping[str, object], label: str, name: str, value: object) -> None:
         _check_not_consumed(value, f"{label}.{name}")
+        if self._rewritten[f"{label}.{name}"] > MAX_REWRITTEN and any(isinstance(leaf, Tensor) for leaf in leaves_of([value])):
+            raise CaptureError(
+                f"the forward reads {label}.{name}, a tensor, or a container of some, that the loop changes again and again, which a compiled program would hold as a constant: "
+                "pass it to the model, or register it as a buffer"
+            )
         place = self._place(owner, table, label)
         place.note(name, value)
         if isinstance(value, enum.Enum) and is_user_class(type(value)):
@@ -509,6 +551,20 @@ class Guards:
             self._functions.discard(code)  # it is refused again in the next capture
             raise
 
+    def _note_argument(self, value: Any) -> None:
+        """Guard what a function that the loop passes reads, and note what it changes."""
+        code = getattr(getattr(value, "__func__", value), "__code__", type(value))
+        known = self._arguments.setdefault(code, [])
+        if not any(value is other or (type(value) is type(other) and value == other) for other in known):
+            known.append(value)
+        if len(known) > MAX_REWRITTEN:
+            raise CaptureError(
+                f"the loop passes another function {getattr(value, '__name__', type(value).__name__)!r} at every call, each of which would need a program of its own: make it once, "
+                "or pass what changes as a tensor"
+            )
+        self._note(value, Itself({"itself": value}), f"the argument {getattr(value, '__name__', type(value).__name__)}", "itself", value)
+        self._follow(value, _DEPTH, self._watch)
+
     def _note_class(self, cls: object, names: set[str]) -> None:
         """Guard the attributes of a class, or of a function, of the user that code may read from it."""
         if isinstance(cls, types.FunctionType) and vars(cls) and _is_own_file(cls.__code__.co_filename):
@@ -560,7 +616,7 @@ class Guards:
         self._note_class(value, names)
         if isinstance(value, Tensor):
             if type(value) is Tensor:
-                self._note_tensor(owner, table, str(label), name, value)
+                self._note(owner, table, str(label), name, value)
         elif isinstance(value, (*PLAIN, *MUTABLE, *CONSUMED)) and not isinstance(value, type):
             self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
@@ -568,15 +624,6 @@ class Guards:
             if not isinstance(value, type):
                 self._note(owner, table, str(label), name, value)
             self._follow(value, depth - 1, watch)
-
-    def _note_tensor(self, owner: object, table: Mapping, label: str, name: str, value: Tensor) -> None:
-        """Guard a variable whose tensor becomes a constant of the program."""
-        if self._rewritten[f"{label}.{name}"] > MAX_REWRITTEN:
-            raise CaptureError(
-                f"the forward reads the variable {name}, a tensor of shape {list(value.shape)} that the loop changes again and again, which a compiled program would hold as a constant: "
-                "pass it to the model, or register it as a buffer"
-            )
-        self._note(owner, table, label, name, value)
 
     def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
         if _is_own_module(module):
@@ -653,6 +700,7 @@ class Guards:
         changed, self._set_in_backward = self._set_in_backward, []
         changed += [f"something outside of the model (the file {file} is read)" for file in self._files]
         self._files.clear()
+        changed += self._changes_outside()
         own = {id(module) for module in self.model.modules()}
         for place, name, value, contents in reversed(self._noted):  # the oldest copies are those from before
             if isinstance(place, str):
@@ -680,6 +728,25 @@ class Guards:
                 changed.append(f"{place.label}.{name}")
         self._noted = []
         return list(dict.fromkeys(changed))
+
+
+    def _changes_outside(self) -> list[str]:
+        """Attributes of modules outside of the model, other than plain values, that the code has set; they are restored."""
+        changed = []
+        for module, before in self._outside_before.values():
+            if "_modules" not in before:  # the code has made it
+                continue
+            table, path = vars(module), self._label_outside(module)
+            for name in before.keys() | table.keys():
+                value, now = before.get(name, MISSING), table.get(name, MISSING)
+                if now is value or isinstance(now, PLAIN) or f"{path}.{name}" in self.tensors:
+                    continue
+                changed.append(f"{path}.{name}")
+                if value is MISSING:
+                    del table[name]
+                else:
+                    table[name] = value
+        return sorted(changed)
 
 
 class OptimizerGuards(Guards):
@@ -715,6 +782,7 @@ class Written:
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
     held: tuple[Held, ...] = ()  # the Python state that it has read
+    fills: bool = False  # whether it changes lists or dicts that it is given
 
 
 class Structure:
@@ -799,16 +867,19 @@ def plain_attributes_written(model: nn.Module, before: Mapping[str, dict]) -> di
 
 @contextlib.contextmanager
 def _prints_said() -> Iterator[None]:
-    """Says once per line that what the forward prints is printed when it is captured, and not in every step."""
-    original, thread = builtins.print, threading.get_ident()
+    """Says once per line that what the forward prints, or logs, is printed when it is captured, and not in every step."""
+    thread = threading.get_ident()
 
-    def printing(*args, **kwargs):
-        original(*args, **kwargs)
-        if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename) and (line := calling_line()) not in _said:
-            _said.add(line)
-            log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
+    def said(original: Callable, depth: int) -> Callable:
+        def printing(*args, **kwargs):
+            original(*args, **kwargs)
+            if threading.get_ident() == thread and is_user_file(sys._getframe(depth).f_code.co_filename) and (line := calling_line()) not in _said:
+                _said.add(line)
+                log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
 
-    with patched(builtins, print=printing):
+        return printing
+
+    with patched(builtins, print=said(builtins.print, 1)), patched(logging.Logger, _log=said(logging.Logger._log, 2)):
         yield
 
 
@@ -817,6 +888,12 @@ _said: set[str] = set()
 
 class NewInput(Passing):
     """A tensor that a module holds was read: it has to be an input of the program."""
+
+
+def _attribute(module: nn.Module, name: str) -> object:
+    """What a module has under a name: an attribute, a parameter or a buffer."""
+    table = getattr_plain(module) or {}
+    return next((table[kind][name] for kind in ("_parameters", "_buffers") if name in table.get(kind, ())), None) if name not in table else table[name]
 
 
 def getattr_plain(owner: object) -> dict | None:

@@ -35,7 +35,9 @@ class RandomKeys:
         self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # torch's seed -> `counter` when it was left
         self._draws = False  # a call, or a program, has drawn numbers
         self._draws_unseen = False  # a program has, and no call of it
-        self._began = self._moved = b""  # where the generator stood when the present recording began, and then
+        self._key = seed, 0  # of the present recording
+        self._began: bytes | None = None  # where the generator stood when the present recording began, if that is known,
+        self._moved = b""  # and then
         self._fresh: tuple[int, torch.Tensor] | None = None  # torch's seed, and the state of a generator that was just given it
         self._known: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()  # state of the generator -> the key of a recording that found it
 
@@ -44,26 +46,40 @@ class RandomKeys:
             self.counter += 1
             return self.seed, self.counter
         self._follow()
-        state = self._began = self._moved = _state()
-        key = self._known.get(state) if self._draws else None
+        if not self._draws:  # the generator says nothing of recordings that take nothing from it
+            self.counter += 1
+            self._began, self._key = None, (self.seed, self.counter)
+            return self._key
+        state = _state()
+        key = self._known.get(state)
         if key is None:
-            if self._draws and self._just_seeded():
+            if self._just_seeded():
                 self.counter = 0
             self.counter += 1
-            key = self._known[state] = self.seed, self.counter
-            if len(self._known) > _MAX_STATES:
-                self._known.popitem(last=False)
+            key = self.seed, self.counter
+        self._begin(state, key)
         if self._draws_unseen:
             _draw()
             self._moved = _state()
         return key
 
+    def _begin(self, state: bytes, key: tuple[int, int]) -> None:
+        """The present recording began where the generator stood at `state`."""
+        self._began = self._moved = state
+        self._known.setdefault(state, key)
+        if len(self._known) > _MAX_STATES:
+            self._known.popitem(last=False)
+
     def state(self) -> bytes | None:
         """Where the generator stands; None where keys do not follow it."""
         return _state() if self._follows else None
 
-    def first(self, state: bytes | None) -> bytes | None:
-        """The state as the loop has it, for the first call of a recording that draws: what `next` took does not count."""
+    def first(self) -> bytes | None:
+        """`state`, for the first call of a recording that draws: what `next` took does not count."""
+        if (state := self.state()) is None:
+            return None
+        if self._began is None:
+            self._begin(state, self._key)
         return self._began if state == self._moved else state
 
     def went_back(self) -> bool:
@@ -78,6 +94,8 @@ class RandomKeys:
     def note_draws(self) -> None:
         """A program is about to run that draws numbers, though no call that it is made of was seen to: the optimizer does, or lazy tensors."""
         if self._follows and not self._draws_unseen:
+            if self._began is None:
+                self._begin(_state(), self._key)
             self._draws = self._draws_unseen = True
             _draw()
 

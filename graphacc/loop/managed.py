@@ -420,11 +420,11 @@ class Managed(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _GRADIENT:
+            return _GRADIENT[func](*args)
         from graphacc.loop.promise import run_function
 
         kwargs = kwargs or {}
-        if func in _GRADIENT:
-            return _GRADIENT[func](*args)
         replaces = func in (Tensor.data.__set__, Tensor.set_) and len(args) > 1 and isinstance(args[1], Tensor)
         if replaces and _form(args[0]) != _form(args[1]) and (handle := handle_of(args[0])) is not None:
             handle.engine.before_another_form(handle)

@@ -39,7 +39,7 @@ class ModelCall:
         """Call the model in the mode in which the loop called it, which may be another by now.
 
         Returns:
-            What it returns, and the tensors that it left in attributes of its modules.
+            What it returns, the tensors that it left in attributes of its modules, and the arguments, if it has changed lists or dicts among them.
         """
         engine = self.engine
         modules = [module for module, _ in self.mode[0]]
@@ -55,7 +55,7 @@ class ModelCall:
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
             with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
-                return result, engine.guards.read(written.tensors)
+                return result, engine.guards.read(written.tensors), (args, kwargs) if written.fills else ()
         finally:
             _set_training(modules, now)
 

@@ -194,6 +194,10 @@ class Attributes(dict):
         setattr(self._owner, name, value)
 
 
+class Itself(dict):
+    """An object that is nobody's attribute, under a name of its own."""
+
+
 class Answers(dict):
     """What functions without arguments answer, as a dict: an answer that equals the last one is that object. None of them can be set."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
-from graphacc.capture.borrow import TensorsNow
+from graphacc.capture.borrow import TensorsNow, attributes_of
 from graphacc.capture import FX, objects
 from graphacc.capture.randomness import streams_from
 from graphacc.errors import CaptureError, LoopError
@@ -37,6 +37,8 @@ if typing.TYPE_CHECKING:
     from graphacc.loop.regions import Region
 
 
+_STRIDES, _MEMORY = frozenset({"is_contiguous", "stride"}), frozenset({"as_strided", "data_ptr", "storage_offset", "untyped_storage"})
+"""Methods that tell of a tensor's strides, and of the memory around it; in a program tensors are contiguous, and have memory of their own."""
 MAX_QUESTIONED = 64
 """Calls, by the shapes of their arguments, whose answers are remembered."""
 
@@ -184,6 +186,8 @@ class Tape:
                 self._check_like(call, function)
             if isinstance(call, Call) and call.bounds:
                 self._check_bounds(call.bounds)
+            if self.engine.is_model(function):
+                self._check_plain(given)
         except BaseException as error:
             self._forget(*counts)
             if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python
@@ -208,7 +212,7 @@ class Tape:
     def _note_draws(self, call: Call) -> Call:
         """The call, with the earlier one that it repeats; torch's generator moves on, as it would by the call."""
         keys, repeats = self.engine.keys, self.repeated()
-        state = keys.state() if self.drawn_at else keys.first(keys.state())
+        state = keys.state() if self.drawn_at else keys.first()
         if state is None:
             return call
         self.drawn_at.append((len(self.calls), state))
@@ -311,8 +315,8 @@ class Tape:
                 return Param(handle.name)
             leaf = handle.engine.host_tensor(handle)
         path = self._path(function, spec, place)
-        if leaf.layout is not torch.strided:
-            raise NotRecorded(f"{path} is a {str(leaf.layout).removeprefix('torch.')} tensor")
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise NotRecorded(f"{path} is a {'nested' if leaf.is_nested else str(leaf.layout).removeprefix('torch.')} tensor")
         wanted = leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None
         if wanted and (not self.takes_gradients or handle is not None):
             raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
@@ -394,6 +398,21 @@ class Tape:
         self.external_versions.append(_version(tensor))
         self.external_paths.append(f"derived from the batch #{index}")
         return External(index)
+
+    def _check_plain(self, given: Sequence) -> None:
+        """What the loop gives is seen by its values alone.
+
+        Raises:
+            NotRecorded: the model's code asks for an attribute that the loop has given a tensor, or for the layout of one in memory, which is no usual one.
+        """
+        words = self.engine.guards.words
+        strides, memory = words & (_STRIDES | _MEMORY), words & _MEMORY
+        for leaf in given:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
+                if names := attributes_of(leaf).keys() & words:
+                    raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
+                if strides and (not leaf.is_contiguous() or (memory and leaf.storage_offset())):
+                    raise NotRecorded(f"its code may ask for {min(strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
 
     def _check_bounds(self, bounds: Sequence[Bound]) -> None:
         """Check indices in the batch.
@@ -490,6 +509,10 @@ class Tape:
             )
         return self.copies[index]
 
+    def given(self, index: int) -> Tensor:
+        """The values of a tensor from outside when it was recorded, to be read alone: the loop's own is left as it is (``.numpy()`` forbids ``resize_``)."""
+        return self.copies[index] if index in self.copies else self.external(index)
+
     def _is_as_it_was(self, index: int) -> bool:
         """Whether a tensor from outside still has the values of its copy; True where there is none."""
         copied = self.copies.get(index)
@@ -523,6 +546,7 @@ class Tape:
         if recorder is not None:
             self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
         leaves, result_spec = objects.flatten(result)
+        fills = result[2] if self.engine.is_model(function) else ()
         if self.engine.is_model(function) and any(isinstance(leaf, Iterator) for leaf in leaves):
             raise CaptureError(
                 "the model returns an iterator (a generator, map or zip), whose code runs only when the loop reads it: return a list or a tuple of what it gives"
@@ -552,6 +576,8 @@ class Tape:
                 indices.append(index)
                 leaf = Ref(index)
             elif not _is_static(leaf):
+                if any(leaf is given for given in pytree.tree_leaves(fills)):
+                    raise NotRecorded(f"its code puts a {type(leaf).__name__} into a list or a dict that it is given")
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
         reads, bounds = ((), ()) if recorder is None else (tuple(recorder.reads), _distinct(recorder.bounds))

@@ -516,3 +516,86 @@ def test_tensors_of_modules_outside_of_the_model():
         reference, expected = trained(make, False)
         model, losses = trained(make, True)
         assert_parity(reference, model, expected, losses, by_pytorch=writes)
+
+
+def ema(teacher, model):
+    with torch.no_grad():
+        teacher[0].weight.lerp_(model.linear.weight, 0.5)
+
+
+TEACHERS = {
+    "ema": ema,
+    "data": lambda teacher, model: teacher[0].weight.data.mul_(0.5),
+    "loaded": lambda teacher, model: teacher.load_state_dict({name: value * 0.9 for name, value in teacher.state_dict().items() if value.is_floating_point()}, strict=False),
+    "another": lambda teacher, model: setattr(teacher[0], "weight", nn.Parameter(teacher[0].weight * 2, requires_grad=False)),
+}
+
+
+@pytest.mark.parametrize("change", TEACHERS)
+@pytest.mark.default_cases("ema", "data")
+def test_weights_of_a_teacher_outside_of_the_model_are_inputs(change):
+    def make():
+        teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False).eval()
+
+        class Model(Base):
+            def __init__(self):
+                super().__init__()
+                self.teacher = [teacher]  # no part of the state_dict
+
+            def forward(self, x):
+                with torch.no_grad():
+                    target = self.teacher[0](x)
+                return self.act(self.linear(x)) - target
+
+        return Model(), 2 * [functools.partial(TEACHERS[change], teacher)]
+
+    reference, expected = trained(make, False)
+    model, losses = trained(make, True)
+    assert_parity(reference, model, expected, losses)
+    assert len(set(expected)) == len(expected)
+    assert len(model.programs) == 1
+
+
+@pytest.mark.parametrize("kind", ["trains", "lstm", "parameters"])
+def test_teachers_that_pytorch_runs(kind):
+    """One that changes its statistics, weights in a list, weights that are found by `parameters()`."""
+
+    def make():
+        teacher = (nn.LSTM(4, 4) if kind == "lstm" else nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).requires_grad_(False)
+
+        class Model(Base):
+            def forward(self, x):
+                target = sum(p.mean() for p in teacher.parameters()) if kind == "parameters" else teacher(x)[0]
+                return self.act(self.linear(x)) - target
+
+        def change(model):
+            for p in teacher.parameters():
+                p.data.mul_(0.5)
+
+        return Model(), [change, change]
+
+    reference, expected = trained(make, False)
+    model, losses = trained(make, True)
+    assert_parity(reference, model, expected, losses, by_pytorch=True)
+    assert model._graphacc_engine.by_pytorch.counts and len(set(expected)) == len(expected)
+
+
+def test_tensors_in_variables_are_constants_of_a_program():
+    """Without lazy tensors; another value is another program, until there are too many."""
+
+    def make():
+        factor, shifts = torch.ones(4), [torch.zeros(4)]
+
+        class Model(Base):
+            def forward(self, x):
+                return self.act(self.linear(x)) * factor + shifts[0]
+
+        return Model(), [lambda m: factor.mul_(0.5), lambda m: shifts[0].add_(1.0), lambda m: shifts.__setitem__(0, torch.ones(4) * 2)] + 10 * [lambda m: shifts[0].add_(0.1)]
+
+    reference, expected = trained(make, False)
+    model, losses = trained(make, True)
+    assert_parity(reference, model, expected, losses, by_pytorch=True)
+    assert len(set(expected)) == len(expected)
+    assert any("changes again and again" in why for why in model._graphacc_engine.by_pytorch.counts)
+    model = compiled(make()[0], None, capture="fx")
+    model(torch.randn(8, 4)).pow(2).mean().backward()

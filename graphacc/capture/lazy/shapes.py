@@ -31,7 +31,7 @@ def infer_call(
         watching: a mode that sees the operators as the model calls them.
 
     Returns:
-        The result, in which a tensor that was given is itself.
+        The result, and (args, kwargs) as the model has left them, in which a tensor that was given is itself.
 
     Raises:
         CaptureError: the model cannot be recorded; names the user's line.
@@ -49,7 +49,7 @@ def infer_call(
         own = {name: lazy[id(x)] for name, x in tensors.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: lazy[id(x)], (args, kwargs))
         result = torch.func.functional_call(model, own, args, kwargs)
-    return objects.map_only(Tensor, lambda x: given[id(x)] if id(x) in given else _described(x, fake), result)
+    return objects.map_only(Tensor, lambda x: given[id(x)] if id(x) in given else _described(x, fake), (result, (args, kwargs)))
 
 
 def _placeholder(like: Tensor) -> Tensor:
