@@ -5,8 +5,10 @@ schedule: collectives (of the CPU's, how many bytes travel in messages above 1 M
 else runs ("exposed"; on CPU all are); scatters that wait for another scatter; how many buckets of weights are gathered at once, from
 their live ranges, without the tied embedding, which stays through the whole forward; temporaries, and their ratio to the first row's.
 
-`--time` trains a smaller model on eight virtual devices, with buckets and without in turn, and compares losses bit for bit; the ratio of
-step times is the median of the rounds' ratios. Claim it on a quiet machine only.
+`time` trains a smaller model on eight virtual devices, with buckets and without in turn, and compares losses bit for bit; the ratio of
+step times is the median of the rounds' ratios. Claim it on a quiet machine only. Where the losses differ in their last bits, XLA has fused a
+product with a sum in one of the programs and not in the other: with ``XLA_FLAGS=--xla_cpu_max_isa=AVX``, which has no such instruction, they are
+the same.
 
     python benchmarks/communication.py cpu             # 12 layers of 768: five minutes on two cores
     pip install --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2     # no GPU is needed

@@ -870,16 +870,16 @@ def _prints_said() -> Iterator[None]:
     """Says once per line that what the forward prints, or logs, is printed when it is captured, and not in every step."""
     thread = threading.get_ident()
 
-    def said(original: Callable, depth: int) -> Callable:
+    def said(original: Callable, depth: int, is_own: Callable[[str], bool]) -> Callable:
         def printing(*args, **kwargs):
             original(*args, **kwargs)
-            if threading.get_ident() == thread and is_user_file(sys._getframe(depth).f_code.co_filename) and (line := calling_line()) not in _said:
+            if threading.get_ident() == thread and is_own(sys._getframe(depth).f_code.co_filename) and (line := calling_line()) not in _said:
                 _said.add(line)
                 log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
 
         return printing
 
-    with patched(builtins, print=said(builtins.print, 1)), patched(logging.Logger, _log=said(logging.Logger._log, 2)):
+    with patched(builtins, print=said(builtins.print, 1, is_user_file)), patched(logging.Logger, _log=said(logging.Logger._log, 2, _is_own_file)):
         yield
 
 

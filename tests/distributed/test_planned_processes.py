@@ -62,6 +62,7 @@ def test_each_process_plans_for_itself(unalike, case, changed, from_cache):
     assert ("the planner of process 1 is broken" in plans[1]["reason"]) == (case == "failed in one")
 
 
+@pytest.mark.matrix
 def test_no_process_starts_before_all_have_compiled(unalike):
     """Gloo gives the first collective of a group of devices 30 s, and a process that must compile and plan may need longer."""
     first, second = (found["late"] for found in unalike)

@@ -1,6 +1,10 @@
 """Buckets: fewer, larger messages with the same results, bit for bit; what is joined, what stays alone, and where."""
 
 import collections
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,6 +109,16 @@ def test_training_keeps_its_bits(strategy):
     (losses, state), (others, other_state) = results
     assert losses == others
     assert all(torch.equal(value, other_state[name]) for name, value in state.items())
+
+
+@pytest.mark.matrix
+def test_without_fused_multiply_add_xlas_own_options_keep_the_bits_too():
+    """With dropout: else XLA contracts a product and a sum in one of the programs and not in the other."""
+    benchmark = pathlib.Path(__file__).parents[2] / "benchmarks" / "communication.py"
+    arguments = "time --layers 2 --width 64 --length 64 --vocabulary 512 --rounds 2".split()
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"}
+    result = subprocess.run([sys.executable, benchmark, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.stdout.count("the same bits") == 2, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("value", ["-1", "inf", "nan", "large"])
