@@ -4,7 +4,7 @@ A recorded call gets containers of its own. What its code leaves in them is a re
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from graphacc.loop.promise import NotRecorded
@@ -34,6 +34,22 @@ class Containers:
                     if isinstance(value, _FILLED) and value is not known.get(name) and isinstance(known.get(name), _FILLED):
                         raise NotRecorded(f"its code puts another {type(value).__name__} into an argument, in the place of one")
         return changed
+
+
+def check_apart(arguments: object, is_held: Callable[[object], bool]) -> None:
+    """Before a call that changes containers among its arguments.
+
+    Args:
+        is_held: whether its code can find a container elsewhere, too.
+
+    Raises:
+        NotRecorded: what it leaves in one of them is seen in another place while it runs, which containers of its own would not show.
+    """
+    found: set[int] = set()
+    for container in _inside(arguments):
+        if id(container) in found or is_held(container):
+            raise NotRecorded(f"its code changes a {type(container).__name__} that it is given, and has it in two places")
+        found.add(id(container))
 
 
 def refill(given: object, after: object) -> None:

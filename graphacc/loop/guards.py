@@ -154,6 +154,10 @@ class Guards:
         """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
         return any(leaf is tensor for place in self._places.values() for leaf in leaves_of(place.held.values))
 
+    def holds(self, container: object) -> bool:
+        """Whether a container is among the values that were read, or in one of them."""
+        return any(container is held for place in self._places.values() for held, _ in place.held.contents)
+
     def held(self) -> tuple[Held, ...]:
         """All that was read, as it is now, for `as_held`."""
         return tuple(place.held for place in self._places.values())

@@ -23,6 +23,7 @@ from graphacc.capture import FX, objects
 from graphacc.capture.randomness import streams_from
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import trees
+from graphacc.loop.arguments import check_apart
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder, memory_of
 from graphacc.loop.identity import Identity
@@ -34,6 +35,7 @@ from graphacc.loop.shared_memory import SharedMemory
 if typing.TYPE_CHECKING:
     from graphacc.loop.buckets import Bucket
     from graphacc.loop.engine import Engine
+    from graphacc.loop.model_call import ModelCall
     from graphacc.loop.regions import Region
 
 
@@ -188,6 +190,8 @@ class Tape:
                 self._check_bounds(call.bounds)
             if self.engine.is_model(function):
                 self._check_plain(given)
+                if isinstance(call, Call) and self.engine.written[typing.cast("ModelCall", call.function)].fills:
+                    check_apart(args, self.engine.guards.holds)
         except BaseException as error:
             self._forget(*counts)
             if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python

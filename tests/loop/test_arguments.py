@@ -130,6 +130,30 @@ def test_a_container_in_the_place_of_another():
     assert_equal(forward, arguments, lambda x, found: [len(found["inner"])], by_pytorch=True)
 
 
+@pytest.mark.parametrize("where", ["twice", "model"])
+def test_a_container_in_two_places(where):
+    """The same list as two arguments, or as one and an attribute of the model; at first they are two."""
+
+    def forward(self, x, found, other):
+        found.append(self.linear(x).mean())
+        return self.linear(x) * (1 + len(other if where == "twice" else LOG))
+
+    def arguments():
+        LOG.clear()
+
+        def of(step):
+            LOG.clear()
+            found = [] if step < 2 else LOG
+            return X, found, LOG if where == "twice" else None
+
+        return of
+
+    assert_equal(forward, arguments, lambda x, found, other: [len(found)], by_pytorch=True)
+
+
+LOG: list = []
+
+
 class Scale:
     def __init__(self):
         self.factor, self.calls = 1.0, 0
@@ -230,7 +254,7 @@ def test_what_a_tensor_has_besides_its_values(forward, given):
 def test_the_loops_tensors_stay_as_they_are():
     x = X.clone()
     trained(lambda self, x: self.linear(x), lambda: lambda step: (x,), lambda *args: [], True)
-    x.resize_(2, 4)
+    assert x.resize_(2, 4).shape == (2, 4)
 
 
 def test_a_forward_that_logs_is_said(caplog):
