@@ -91,7 +91,7 @@ def written_once(model: nn.Module) -> Iterator[None]:
 def no_python_randomness() -> Iterator[None]:
     """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""
     numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else ()
     drawn = []
     try:
         yield
@@ -99,7 +99,7 @@ def no_python_randomness() -> Iterator[None]:
         if random.getstate() != python_state:
             random.setstate(python_state)
             drawn.append("Python's random module")
-        if numpy and str(numpy.random.get_state(legacy=False)["state"]) != str(numpy_state["state"]):
+        if numpy and any(not numpy.array_equal(now, before) for now, before in zip(numpy.random.get_state(), numpy_state, strict=True)):
             numpy.random.set_state(numpy_state)
             drawn.append("numpy.random")
     if drawn:

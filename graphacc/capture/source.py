@@ -63,6 +63,17 @@ class SourceMode(TorchFunctionMode):
         self._modules = modules
         self.phase = phase
         self._user_code: dict[CodeType, bool] = {}
+        self._texts: dict[tuple[CodeType, int], str] = {}
+        self._around: tuple[FrameType | None, str | None, list[str]] = None, None, []  # the frame that has entered the mode, and what is noted of it and those around it
+
+    def __enter__(self):
+        frame = sys._getframe(1)
+        self._around = frame, *self._described(frame)
+        return super().__enter__()
+
+    def __exit__(self, exc_type, exc_val, exc_tb):
+        self._around = None, None, []
+        return super().__exit__(exc_type, exc_val, exc_tb)
 
     def reset(self) -> None:
         """Operators to come have no place in the user's code, until the next note."""
@@ -74,20 +85,28 @@ class SourceMode(TorchFunctionMode):
 
     def note(self, frame: FrameType | None) -> None:
         """Describe the operators to come by the call stack that ends in `frame`."""
+        path, lines = self._described(frame)
+        checkpointed = {CHECKPOINT: annotation()[CHECKPOINT]} if CHECKPOINT in annotation() else {}
+        annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines)), **checkpointed})
+
+    def _described(self, frame: FrameType | None) -> tuple[str | None, list[str]]:
+        """The innermost submodule whose code is on the stack, and the innermost lines of the user's."""
         lines: list[str] = []
         path = None
-        while frame is not None:
+        entered, path_around, lines_around = self._around
+        while frame is not None and frame is not entered:
             code = frame.f_code
             if len(lines) < _MAX_LINES and self._is_user(code):
-                lines.append(_format(frame))
+                lines.append(self._text(code, frame))
             if path is None and code.co_varnames[:1] == ("self",):
                 owner = frame.f_locals.get("self")
                 path = self._modules.get(id(owner)) if isinstance(owner, nn.Module) else None
             if path is not None and len(lines) == _MAX_LINES:
-                break
+                return path, lines
             frame = frame.f_back
-        checkpointed = {CHECKPOINT: annotation()[CHECKPOINT]} if CHECKPOINT in annotation() else {}
-        annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines)), **checkpointed})
+        if frame is not None:
+            return path_around if path is None else path, lines + lines_around[: _MAX_LINES - len(lines)]
+        return path, lines
 
     def _is_user(self, code: CodeType) -> bool:
         known = self._user_code.get(code)
@@ -95,8 +114,10 @@ class SourceMode(TorchFunctionMode):
             known = self._user_code[code] = is_user_file(code.co_filename)
         return known
 
-
-def _format(frame: FrameType) -> str:
-    code, line = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    return f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
+    def _text(self, code: CodeType, frame: FrameType) -> str:
+        line = frame.f_lineno
+        known = self._texts.get((code, line))
+        if known is None:
+            text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+            known = self._texts[code, line] = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
+        return known

@@ -36,7 +36,7 @@ from graphacc.loop.fakes import Fakes
 from graphacc.loop.execution import Execution
 from graphacc.loop.fallback import NOT_COMPILED, Fallback, explanation
 from graphacc.loop.gradients import Gradients, used_again
-from graphacc.loop.guards import Guards, NewInput, Structure, Written, attributes_written, code_of, plain_attributes_written
+from graphacc.loop.guards import Guards, NewInput
 from graphacc.loop.islands import Islands
 from graphacc.loop.keys import RandomKeys
 from graphacc.loop.losses import LossWatch
@@ -47,6 +47,8 @@ from graphacc.loop.programs import Programs
 from graphacc.loop.promise import NotRecorded, Promise, written_too_early
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
+from graphacc.loop.structure import Structure, code_of
+from graphacc.loop.written import Written, attributes_written, plain_attributes_written
 from graphacc.runtime import ranges
 from graphacc.runtime.exchange import needed, torch_view
 from graphacc.runtime.layout import Index, whole

@@ -6,20 +6,14 @@ keep changing, and tensors that modules hold besides their parameters and buffer
 itself writes to its modules is written after every call; other side effects cannot be part of a program.
 """
 
-import builtins
 import collections
 import contextlib
-import dataclasses
-import dis
 import enum
 import functools
 import inspect
-import itertools
 import logging
-import operator
 import os
 import sys
-import threading
 import types
 import typing
 import weakref
@@ -32,17 +26,17 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
+from graphacc.capture.own_code import globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
-from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError
 from graphacc.loop import trees
 from graphacc.loop.mixed import Mixin
-from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted
+from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted, prints_said
 from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots
+from graphacc.loop.written import TABLES
 
 log = logging.getLogger("graphacc")
 
-_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "__dict__", "__class__"})
 _CACHED = functools._lru_cache_wrapper
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _REFLECTION = {"vars", "dir", "getattr", "__dict__"}
@@ -231,7 +225,7 @@ class Guards:
             tables = [table for module in self.model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
             stack.enter_context(self._observers_noted([*tables, everywhere["_global_forward_hooks"], everywhere["_global_forward_pre_hooks"]]))
             stack.enter_context(self.caches_kept())
-            stack.enter_context(_prints_said())
+            stack.enter_context(prints_said())
             stack.enter_context(files_noted(self._files.append))
             settled = self._settled
             for leaf in trees.leaves(arguments):
@@ -330,9 +324,9 @@ class Guards:
             if label is None:
                 label = type(owner).__name__ if outside is None else self._label_outside(outside)
                 self._note_kind(owner)
-            if name == "__dict__" and _is_own_file(sys._getframe(1).f_code.co_filename):
+            if name == "__dict__" and is_own_file(sys._getframe(1).f_code.co_filename):
                 self._note_dict(owner, value, label, watch)
-            if (name in _TABLES and (outside is None or name != "training")) or (name.startswith("__") and name.endswith("__")):
+            if (name in TABLES and (outside is None or name != "training")) or (name.startswith("__") and name.endswith("__")):
                 return value
             return self._note_attribute(owner, name, value, label, watch)
 
@@ -406,7 +400,7 @@ class Guards:
     def _note_dict(self, owner: object, table: dict[str, object], label: str, watch: Callable) -> None:
         """Guard all that an object's dict holds, and the names in it: it was read as a whole."""
         for name, held in list(table.items()):
-            hidden = name in _TABLES or (name.startswith("_") and isinstance(owner, nn.Module))
+            hidden = name in TABLES or (name.startswith("_") and isinstance(owner, nn.Module))
             if not hidden and not isinstance(held, CONSUMED):
                 self._note_attribute(owner, name, held, label, watch)
         names = Answers(names=lambda: tuple(table))
@@ -430,7 +424,7 @@ class Guards:
                 self._noted.append((place, name, MISSING, ()))
         if isinstance(value, types.MethodType) and (table is None or name not in table):
             self._note_function(value.__func__, _DEPTH, watch)
-            self._note_class(type(owner), {name} | _names_of(getattr(value.__func__, "__code__", None)))
+            self._note_class(type(owner), {name} | names_of(getattr(value.__func__, "__code__", None)))
             return value
         if table is None or name not in table:
             cls = next((base for base in type(owner).__mro__ if name in vars(base)), None)
@@ -520,19 +514,19 @@ class Guards:
             self._follow(list(table.values()), depth, watch)
         function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
-        if code is None or not _is_own_file(code.co_filename):
+        if code is None or not is_own_file(code.co_filename):
             return
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(function, Attributes(function), code.co_name, name, getattr(function, name))
-        self._words |= _texts_of(code)
-        names, absent = _names_of(code), _globals_of(code) - function.__globals__.keys()
+        self._words |= texts_of(code)
+        names, absent = names_of(code), globals_of(code) - function.__globals__.keys()
         if "globals" in absent:
             names = names | {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
         variables = self._place(function.__globals__, function.__globals__, function.__module__)
         for name in absent:  # a variable of that name would hide the built-in one
             variables.note(name, MISSING)
         if not names.isdisjoint(("environ", "getenv")):
-            for name in filter(str.isidentifier, _texts_of(code)):
+            for name in filter(str.isidentifier, texts_of(code)):
                 ENVIRONMENT.add(name, functools.partial(os.environ.get, name))
                 self._place(None, ENVIRONMENT, "os.environ").note(name, ENVIRONMENT.get(name))
         self.runs_backward |= not names.isdisjoint(_REGISTER)
@@ -571,7 +565,7 @@ class Guards:
 
     def _note_class(self, cls: object, names: set[str]) -> None:
         """Guard the attributes of a class, or of a function, of the user that code may read from it."""
-        if isinstance(cls, types.FunctionType) and vars(cls) and _is_own_file(cls.__code__.co_filename):
+        if isinstance(cls, types.FunctionType) and vars(cls) and is_own_file(cls.__code__.co_filename):
             for name in vars(cls) if names & _REFLECTION else names & vars(cls).keys():
                 self._note(cls, vars(cls), cls.__name__, name, vars(cls)[name])
         if not isinstance(cls, type):
@@ -601,7 +595,7 @@ class Guards:
         if isinstance(function, types.FunctionType) and (cls, function.__code__) not in self._methods:
             self._methods.add((cls, function.__code__))
             self._note_function(function, _DEPTH, self._watch)
-            self._note_class(cls, _names_of(function.__code__))
+            self._note_class(cls, names_of(function.__code__))
 
     def _note_differentiated(self, function: type) -> None:
         """Guard what the code of a subclass of torch.autograd.Function reads."""
@@ -614,7 +608,7 @@ class Guards:
                 code = inspect.unwrap(method.__func__) if isinstance(method, (staticmethod, classmethod)) else method
                 if isinstance(code, types.FunctionType):
                     self._note_function(code, _DEPTH, self._watch)
-                    self._note_class(function, _names_of(code.__code__))
+                    self._note_class(function, names_of(code.__code__))
 
     def _note_variable(self, owner: object, table: Mapping, label: str, name: str, value: object, depth: int, watch: Callable, names: set[str]) -> None:
         self._note_class(value, names)
@@ -630,7 +624,7 @@ class Guards:
             self._follow(value, depth - 1, watch)
 
     def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
-        if _is_own_module(module):
+        if is_own_module(module):
             for name in names & vars(module).keys():
                 self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch, names)
         elif depth:
@@ -656,7 +650,7 @@ class Guards:
 
     def _note_settings(self, module: types.ModuleType) -> None:
         """Guard the plain variables of a module of the user that is passed around, such as a file of settings."""
-        if _is_own_module(module):
+        if is_own_module(module):
             for name, value in list(vars(module).items()):
                 if not name.startswith("__") and isinstance(value, (*PLAIN, *CONTAINERS)) and not isinstance(value, type):
                     self._note(vars(module), vars(module), module.__name__, name, value)
@@ -668,7 +662,7 @@ class Guards:
         for hooks in tables:
             for key, hook in hooks.items():
                 code = getattr(hook, "__code__", None)
-                if code is not None and _is_own_file(code.co_filename):
+                if code is not None and is_own_file(code.co_filename):
                     replaced.append((hooks, key, hook))
         for hooks, key, hook in replaced:
             self._follow(hook, _DEPTH, self._watch)
@@ -710,7 +704,7 @@ class Guards:
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
                 continue
-            if self.settles and _is_library_object(place.owner):
+            if self.settles and is_library_object(place.owner):
                 place.changes()  # such as a config that notes what it found out: its present values count
                 continue
             now = place.table.get(name, MISSING)
@@ -770,124 +764,10 @@ class OptimizerGuards(Guards):
                 for function in vars(base).values():
                     if isinstance(function, types.FunctionType):
                         self._note_function(function, _DEPTH, self._watch)
-                        self._note_class(type(self.optimizer), _names_of(inspect.unwrap(function).__code__))
+                        self._note_class(type(self.optimizer), names_of(inspect.unwrap(function).__code__))
             for values in (vars(self.optimizer), *self.optimizer.param_groups):
                 self._follow([value for name, value in values.items() if name not in ("params", "param_groups", "state")], _DEPTH, self._watch)
             yield
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
-    """What a call of the model leaves in attributes of its modules, by label."""
-
-    buffers: bool = False  # whether it changes buffers
-    replaced: frozenset[str] = frozenset()  # those of them in whose place it puts another tensor
-    tensors: tuple[str, ...] = ()  # results of the program
-    others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
-    before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
-    held: tuple[Held, ...] = ()  # the Python state that it has read
-    fills: bool = False  # whether it changes lists or dicts that it is given
-
-
-class Structure:
-    """The modules of a model, and which tensors they hold as parameters and buffers."""
-
-    def __init__(self, model: nn.Module):
-        self.modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        tables = [vars(module)[table] for module in self.modules for table in ("_modules", "_parameters", "_buffers")]
-        self._tables = tables
-        self._held = [value for table in tables for value in table.values()]
-        self._sizes = [len(table) for table in tables]
-        self._counts = collections.Counter(map(id, self._held))
-
-    def count(self, tensor: Tensor) -> int:
-        """In how many places the modules hold a tensor."""
-        return self._counts[id(tensor)]
-
-    def is_current(self) -> bool:
-        """Whether all of them are still there, and nothing else is."""
-        now = itertools.chain.from_iterable(map(dict.values, self._tables))
-        return list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._held))
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """What the loop has exchanged for the time of a call (`torch.func.functional_call`) is as it was inside; tensors alone, not names that are new or gone."""
-        places = [(table, name) for table in self._tables for name in table]
-        if len(places) != len(self._held):
-            yield
-            return
-        exchanged = [(table, name, table[name]) for (table, name), held in zip(places, self._held) if table[name] is not held]
-        for (table, name), held in zip(places, self._held):
-            table[name] = held
-        try:
-            yield
-        finally:
-            for table, name, given in exchanged:
-                table[name] = given
-
-
-def code_of(modules: Iterable[nn.Module]) -> tuple[tuple, tuple]:
-    """The classes of modules, and what these do in a call: the loop may exchange both."""
-    kinds = tuple(map(type, modules))
-    return kinds, tuple(kind.forward for kind in dict.fromkeys(kinds))
-
-
-def attributes_written(model: nn.Module, before: Mapping[str, dict], given: Mapping[str, object]) -> dict[str, object]:
-    """Label -> new value of the attributes of modules that are not as they were `before`, nor as they were `given`.
-
-    Raises:
-        CaptureError: the new value is neither a tensor nor a plain value.
-    """
-    found = {}
-    for path, module in model.named_modules():
-        prefix = f"model.{path}." if path else "model."
-        for name, value in vars(module).items():
-            label = prefix + name
-            if name in _TABLES or value is before[path].get(name, MISSING) or value is given.get(label, MISSING):
-                continue
-            old = before[path].get(name, MISSING)
-            if type(module).__module__.startswith("torch.nn."):
-                continue  # nn.LSTM's list of weights
-            if isinstance(value, (*PLAIN, Tensor)):
-                if isinstance(value, Tensor) or snapshot(value) != snapshot(old):
-                    found[label] = value
-            elif old is MISSING or snapshot(value) != snapshot(old):
-                raise CaptureError(
-                    f"the forward sets {label} to a new {type(value).__name__}, which a compiled program does not do in every step: "
-                    "keep tensors and numbers in attributes of their own, or return them"
-                )
-    return found
-
-
-def plain_attributes_written(model: nn.Module, before: Mapping[str, dict]) -> dict[str, object]:
-    """Label -> new value of the attributes of modules whose plain value is not as it was `before`."""
-    return {
-        f"model.{path}.{name}" if path else f"model.{name}": value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _TABLES and isinstance(value, PLAIN) and value is not before[path].get(name, MISSING)
-    }
-
-
-@contextlib.contextmanager
-def _prints_said() -> Iterator[None]:
-    """Says once per line that what the forward prints, or logs, is printed when it is captured, and not in every step."""
-    thread = threading.get_ident()
-
-    def said(original: Callable, depth: int, is_own: Callable[[str], bool]) -> Callable:
-        def printing(*args, **kwargs):
-            original(*args, **kwargs)
-            if threading.get_ident() == thread and is_own(sys._getframe(depth).f_code.co_filename) and (line := calling_line()) not in _said:
-                _said.add(line)
-                log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
-
-        return printing
-
-    with patched(builtins, print=said(builtins.print, 1, is_user_file)), patched(logging.Logger, _log=said(logging.Logger._log, 2, _is_own_file)):
-        yield
-
-
-_said: set[str] = set()
 
 
 class NewInput(Passing):
@@ -908,56 +788,6 @@ def getattr_plain(owner: object) -> dict | None:
         return None
 
 
-def _names_of(code: types.CodeType | None) -> set[str]:
-    """The global names and attributes in a function's code, and in that of functions inside it."""
-    if code is None:
-        return set()
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_of(constant)
-    return names
-
-
-@functools.cache
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """The global names, and no attributes, in a function's code, and in that of functions inside it."""
-    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
-    return frozenset(names.union(*(_globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))))
-
-
-@functools.cache
-def _texts_of(code: types.CodeType) -> frozenset[str]:
-    """The names and texts in a function's code, and in that of functions inside it."""
-    inside = [_texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset({*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}.union(*inside))
-
-
-def _is_own_file(filename: str) -> bool:
-    """Whether code is the user's own, and not an installed library's, whose global state is taken as fixed."""
-    return is_user_file(filename) and "site-packages" not in filename
-
-
-def _is_own_module(module: types.ModuleType) -> bool:
-    filename = getattr(module, "__file__", None)
-    return getattr(module, "__spec__", None) is None if filename is None else _is_own_file(filename)  # the user's code may make a module without a file
-
-
-def _is_library_object(owner: object) -> bool:
-    if owner is None or isinstance(owner, (dict, type, types.FunctionType, nn.Module)):
-        return False
-    filename = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
-    return filename is not None and "site-packages" in filename
-
-
-def is_user_class(cls: type) -> bool:
-    if cls.__module__ == builtins.__name__ or not cls.__flags__ & (1 << 9):  # a type that Python code made
-        return False
-    module = sys.modules.get(cls.__module__)
-    filename = getattr(module, "__file__", None)
-    return cls.__module__ == "__main__" or (filename is not None and is_user_file(filename))
-
-
 def _check_not_consumed(value: object, label: str) -> None:
     """Refuse to read what gives something else every time, before the code that runs on fake tensors does."""
     for leaf in leaves_of([value]):
@@ -972,6 +802,3 @@ def _text(found: Hashable) -> str:
     if found is MISSING:
         return "nothing"
     return str(found[1]) if isinstance(found, tuple) and len(found) == 2 else "another value"
-
-
-__all__ = ["MISSING", "Guards", "NewInput", "OptimizerGuards", "Structure", "Written", "attributes_written", "code_of", "plain_attributes_written"]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from graphacc.capture.borrow import TensorsNow
 from graphacc.errors import LoopError
-from graphacc.loop.guards import Written, code_of
+from graphacc.loop.structure import code_of
+from graphacc.loop.written import Written
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine

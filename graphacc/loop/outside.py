@@ -1,8 +1,9 @@
-"""What a forward can read of the process around it: torch's settings, the environment, files."""
+"""What a forward can read of the process around it: torch's settings, the environment, files; and what it prints there."""
 
 import builtins
 import contextlib
 import io
+import logging
 import os
 import sys
 import threading
@@ -11,9 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from graphacc._compat.torch_ import patched
-from graphacc.capture.source import is_user_file
+from graphacc.capture.own_code import is_own_file
+from graphacc.capture.source import calling_line, is_user_file
 from graphacc.errors import CaptureError
 from graphacc.loop.places import Answers
+
+log = logging.getLogger("graphacc")
 
 _NAMES = (
     "are_deterministic_algorithms_enabled",
@@ -35,6 +39,7 @@ ENVIRONMENT = Answers()
 """Environment variables, of which those are added that the code of a forward names."""
 _OTHERWISE = ("importlib", "linecache", "inspect", "traceback", "tokenize", "warnings", "logging", "torch", "torch_xla", "graphacc", "jax", "jaxlib")
 """Modules that open files of their own accord, but for the one by which torch loads a file."""
+_said: set[str] = set()  # lines that print
 
 
 @contextlib.contextmanager
@@ -74,3 +79,21 @@ def _asks() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+@contextlib.contextmanager
+def prints_said() -> Iterator[None]:
+    """Says once per line that what the forward prints, or logs, is printed when it is captured, and not in every step."""
+    thread = threading.get_ident()
+
+    def said(original: Callable, depth: int, is_own: Callable[[str], bool]) -> Callable:
+        def printing(*args, **kwargs):
+            original(*args, **kwargs)
+            if threading.get_ident() == thread and is_own(sys._getframe(depth).f_code.co_filename) and (line := calling_line()) not in _said:
+                _said.add(line)
+                log.warning("graphacc: the forward prints only when it is captured, not in every step\n  at %s", line)
+
+        return printing
+
+    with patched(builtins, print=said(builtins.print, 1, is_user_file)), patched(logging.Logger, _log=said(logging.Logger._log, 2, is_own_file)):
+        yield
