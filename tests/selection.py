@@ -1,7 +1,7 @@
 """Which cases the README's command runs, and which are left to the matrix (`pytest -m matrix`), which can be run in slices (`--slice 2/5`)."""
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
@@ -12,6 +12,19 @@ def with_matrix(cases: Iterable, default: Collection) -> list:
     unknown = [case for case in default if case not in cases]
     assert default and not unknown, f"no such cases: {unknown}"
     return [case if case in default else _in_matrix(case) for case in cases]
+
+
+def each_once(*factors: Sequence) -> list[tuple]:
+    """Every value of every factor with some values of the others: as many tuples as the longest factor has values, which is the first."""
+    assert all(len(factor) <= len(factors[0]) for factor in factors)
+    cases = []
+    for number, first in enumerate(factors[0]):
+        rest, case = number, [first]
+        for factor in factors[1:]:
+            rest, digit = divmod(rest, len(factor))
+            case.append(factor[digit])
+        cases.append(tuple(case))
+    return cases
 
 
 def _in_matrix(case):

@@ -41,6 +41,7 @@ if typing.TYPE_CHECKING:
 
 _STRIDES, _MEMORY = frozenset({"is_contiguous", "stride"}), frozenset({"as_strided", "data_ptr", "storage_offset", "untyped_storage"})
 """Methods that tell of a tensor's strides, and of the memory around it; in a program tensors are contiguous, and have memory of their own."""
+_AUTOGRAD = frozenset({"grad_fn", "is_leaf", "requires_grad"})
 MAX_QUESTIONED = 64
 """Calls, by the shapes of their arguments, whose answers are remembered."""
 
@@ -407,14 +408,19 @@ class Tape:
         """What the loop gives is seen by its values alone.
 
         Raises:
-            NotRecorded: the model's code asks for an attribute that the loop has given a tensor, or for the layout of one in memory, which is no usual one.
+            NotRecorded: the model's code asks for an attribute that the loop has given a tensor, for the layout of one in memory, which is no usual one, or for what
+                autograd keeps of it, which the recording does not have.
         """
         words = self.engine.guards.words
-        strides, memory = words & (_STRIDES | _MEMORY), words & _MEMORY
+        strides, memory, tracked = words & (_STRIDES | _MEMORY), words & _MEMORY, words & _AUTOGRAD
         for leaf in given:
             if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
                 if names := attributes_of(leaf).keys() & words:
                     raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
+                if tracked and leaf.requires_grad and not torch.is_grad_enabled():
+                    raise NotRecorded(f"its code may ask for {min(tracked)} of a tensor that requires a gradient, where gradients are off")
+                if "_version" in words and _version(leaf):
+                    raise NotRecorded("its code may ask for _version of a tensor that was written into")
                 if strides and (not leaf.is_contiguous() or (memory and leaf.storage_offset())):
                     raise NotRecorded(f"its code may ask for {min(strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
 

@@ -86,6 +86,15 @@ def start(command: list[str], count: int = 2, variables=torchrun_variables, **mo
     ]
 
 
+def run_by_torchrun(command: list[str], folder: pathlib.Path, timeout: float = 240) -> list[Ended]:
+    """A real torchrun with two processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir", str(folder), "--redirects", "3"]
+    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, env=environment(), timeout=timeout)
+    logs = sorted(log.parent for log in folder.glob("*/attempt_0/*/stdout.log"))
+    assert [log.name for log in logs] == ["0", "1"], done.stderr
+    return [Ended(done.returncode, (log / "stdout.log").read_text(), (log / "stderr.log").read_text() + done.stderr) for log in logs]
+
+
 def finish(started: list[subprocess.Popen], timeout: float = 240) -> list[Ended]:
     """Wait for all; none is left behind."""
     try:

@@ -10,7 +10,7 @@ import jax
 import job
 import pytest
 import torch
-from processes import HERE, environment, explicit_variables, finish, start
+from processes import HERE, environment, explicit_variables, finish, run_by_torchrun, start
 from selection import with_matrix
 
 import graphacc
@@ -28,11 +28,11 @@ TIMEOUT = 8  # a connection that ends is seen within a quarter of it; the rest i
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Two processes, started by torchrun's variables: losses, a save that fails, a checkpoint after three steps."""
+    """Two processes, started by torchrun: losses, a save that fails, a checkpoint after three steps."""
     folder = tmp_path_factory.mktemp("together")
     tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full"), "+", "save", str(folder / "saved"), "3"]
     tasks += ["+", "made_on_meta", str(folder / "meta"), *META]
-    return folder, finish(start([JOB, *tasks]))
+    return folder, run_by_torchrun([JOB, *tasks], folder / "logs")
 
 
 def test_losses_are_those_of_one_process(together):
@@ -145,6 +145,7 @@ def test_an_error_in_one_process_stops_the_other():
     assert "RuntimeError: the data of this process are broken" in second.err
 
 
+@pytest.mark.matrix
 def test_the_example_under_torchrun(tmp_path):
     """A real torchrun; process 0 alone prints."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "graphacc.examples.train_gpt"]

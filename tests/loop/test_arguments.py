@@ -251,6 +251,27 @@ def test_what_a_tensor_has_besides_its_values(forward, given):
     assert_equal(forward, lambda: given, by_pytorch=True)
 
 
+def test_what_autograd_keeps_of_a_tensor():
+    def forward(self, x):
+        return self.linear(x) * (2.0 if x.requires_grad else 1.0) + x._version
+
+    def evaluated(compile_it):
+        model, results = type("Model", (Base,), {"forward": forward})(), []
+        model = compiled(model, None) if compile_it else model
+        for step in range(6):
+            x = X.clone().requires_grad_(step % 2 == 0)
+            if step >= 2:
+                x.detach().add_(0.0)
+            with torch.no_grad():
+                results += [model(x).sum().item(), model(x.detach()).sum().item()]
+        return results
+
+    torch.manual_seed(0)
+    expected = evaluated(False)
+    torch.manual_seed(0)
+    assert evaluated(True) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_loops_tensors_stay_as_they_are():
     x = X.clone()
     trained(lambda self, x: self.linear(x), lambda: lambda step: (x,), lambda *args: [], True)

@@ -1,9 +1,11 @@
 """Code on gradients, such as clipping, between backward and the steps of two optimizers, each of which has a part of the parameters."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from selection import each_once, with_matrix
 from torch import Tensor, nn
 
 import graphacc
@@ -64,9 +66,11 @@ def train(code: Callable[[Parameters], object], accumulate: int, **options) -> t
     return losses, [p.detach().clone() for p in parameters]
 
 
-@pytest.mark.parametrize("options", [{"strategy": "dp=1", "devices": 1}, {"strategy": "fsdp=8", "devices": 8}], ids=["one device", "fsdp=8"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("code", CODE)
-def test_both_steps_use_what_the_code_gives(code: str, accumulate: int, options: dict):
+FACTORS = list(CODE), (1, 2), ("dp=1", "fsdp=8")
+
+
+@pytest.mark.parametrize(("code", "accumulate", "strategy"), with_matrix(itertools.product(*FACTORS), each_once(*FACTORS)))
+def test_both_steps_use_what_the_code_gives(code: str, accumulate: int, strategy: str):
+    options = {"strategy": strategy, "devices": int(strategy[-1])}
     expected, found = train(CODE[code], accumulate), train(CODE[code], accumulate, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

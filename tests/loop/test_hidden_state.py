@@ -6,6 +6,7 @@ import collections
 import contextlib
 import contextvars
 import copy
+import itertools
 import random
 import threading
 import types
@@ -13,6 +14,7 @@ import typing
 
 import pytest
 import torch
+from selection import each_once, with_matrix
 from tolerances import LOSS, assert_close
 from torch import nn
 
@@ -102,8 +104,7 @@ LAZY = pytest.mark.filterwarnings("ignore:the step is captured by lazy tensors")
 
 
 @LAZY
-@pytest.mark.parametrize("where", ["closure", "attribute"])
-@pytest.mark.parametrize("what", READ)
+@pytest.mark.parametrize(("what", "where"), with_matrix(itertools.product(READ, ("closure", "attribute")), each_once(list(READ), ("closure", "attribute"))))
 def test_what_the_forward_reads_may_change(what, where):
     make, read, change = READ[what]
 
@@ -265,8 +266,7 @@ HOOKS: dict[str, typing.Callable] = {
 }
 
 
-@pytest.mark.parametrize("where", ["parameter", "module"])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize(("kind", "where"), with_matrix(itertools.product(HOOKS, ("parameter", "module")), each_once(list(HOOKS), ("parameter", "module"))))
 def test_hooks_of_the_backward(kind, where):
     def run(compile):
         seen: list = []
@@ -439,8 +439,7 @@ def test_a_restored_state_of_the_generator_draws_the_same_mask():
 # ---- what interrupts or surrounds a call
 
 
-@pytest.mark.parametrize("behind", ["a layer", "nothing"])
-@pytest.mark.parametrize("failing", [{2}, {2, 3}])
+@pytest.mark.parametrize(("failing", "behind"), with_matrix([({2}, "a layer"), ({2}, "nothing"), ({2, 3}, "a layer"), ({2, 3}, "nothing")], [({2, 3}, "a layer"), ({2}, "nothing")]))
 def test_statistics_of_a_forward_that_fails(failing, behind):
     class Model(nn.Module):
         def __init__(self):
@@ -481,6 +480,7 @@ TRANSFORMS: dict[str, typing.Callable] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's own functions
 @pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.default_cases("grad", "hessian", "vmap", "vmap of jacrev")
 def test_transforms_of_a_model_in_the_loss(kind):
     def run(compile):
         model = compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))

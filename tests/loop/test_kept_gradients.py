@@ -1,9 +1,11 @@
 """Gradients that a loop holds beyond ``zero_grad(set_to_none=False)`` or the next backward, to which PyTorch adds in place."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from selection import each_once, with_matrix
 from torch import Tensor, nn
 
 import graphacc
@@ -61,9 +63,10 @@ def train(kept: str, *, accumulate: int, writes: bool, compiled: bool) -> tuple[
     return found, [p.detach().clone() for p in parameters]
 
 
-@pytest.mark.parametrize("writes", [False, True], ids=["read", "written"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kept", KEPT)
+FACTORS = list(KEPT), (1, 2), (False, True)
+
+
+@pytest.mark.parametrize(("kept", "accumulate", "writes"), with_matrix(itertools.product(*FACTORS), each_once(*FACTORS)))
 def test_kept_gradients_are_those_of_every_backward(kept: str, accumulate: int, writes: bool):
     expected, found = (train(kept, accumulate=accumulate, writes=writes, compiled=compiled) for compiled in (False, True))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,9 +1,11 @@
 """Results that share memory, as a tensor and its views do: what the loop writes into one is seen in all."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from selection import each_once, with_matrix
 from torch import Tensor, nn
 
 import graphacc
@@ -73,11 +75,11 @@ def train(write: str, when: str, *, reads: bool, compiled: bool) -> tuple[list[f
     return found, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
-@pytest.mark.parametrize(
-    ("write", "when"),
-    [(write, when) for write in WRITES for when in ("before the step", "after the step") if (write, when) != ("output", "before the step")],  # backward has used it
-)
+FACTORS = list(WRITES), ("after the step", "before the step"), (True, False)
+POSSIBLE = [case for case in itertools.product(*FACTORS) if case[:2] != ("output", "before the step")]  # backward has used it
+
+
+@pytest.mark.parametrize(("write", "when", "reads"), with_matrix(POSSIBLE, [case for case in each_once(*FACTORS) if case in POSSIBLE] + [("output", "after the step", True)]))
 def test_a_write_is_seen_in_all_results_of_the_memory(write: str, when: str, reads: bool):
     expected, found = (train(write, when, reads=reads, compiled=compiled) for compiled in (False, True))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

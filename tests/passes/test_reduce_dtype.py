@@ -45,6 +45,7 @@ def gradient_dtypes(step: StepGraph) -> collections.Counter[torch.dtype]:
 
 
 @pytest.mark.parametrize("bucket", ["bucket_mb=0", "bucket_mb=1"])
+@pytest.mark.default_cases("bucket_mb=1")
 def test_three_times_the_model_travels(bucket):
     """Two gathers and a scatter of M = 2 bytes for each parameter (4 M with fp32 gradients); those of norms, summed in fp32, come on top."""
     model_bytes = sum(parameter.numel() for parameter in gpt2(**SIZES).parameters()) * 2

@@ -44,7 +44,7 @@ def moves(reports: list) -> collections.Counter:
     return collections.Counter((move.axis, move.phase, move.collective, move.role) for move in found)
 
 
-@pytest.mark.parametrize("name", with_matrix(EXACT, ["gpt2", "resnet", "mixtral"]))
+@pytest.mark.parametrize("name", with_matrix(EXACT, ["gpt2", "resnet"]))
 def test_results_have_the_same_bits(name):
     case, inputs, _ = shared_case(name)
     plain, again = passed(case.step, "")[0], passed(case.step, "remat=blocks")[0]
