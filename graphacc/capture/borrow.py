@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from graphacc._compat.torch_ import own_parametrization_cache
 from graphacc.errors import CaptureError
 
 _GIVEN = "_graphacc_given"  # names of the attributes that a replacement has from what it replaces
+_OF_FAKES = {"constant", "dispatch_keys", "fake_device", "fake_mode", "pytype", "real_tensor"}  # attributes of every fake tensor
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -93,6 +94,60 @@ def borrowed(model: nn.Module, *, hooks: bool = False):
             _restore(vars(module), attributes)
             for table, content in contents.items():
                 _refill(vars(module)[table], content)
+
+
+@contextlib.contextmanager
+def structure_kept(model: nn.Module) -> Iterator[None]:
+    """Refuse code that changes what a model is made of, which a program cannot do.
+
+    Raises:
+        CaptureError: a module, parameter or buffer is new or gone, trains where it did not or the other way round, or requires a gradient, or none any more.
+    """
+    before = _structure_of(model)
+    yield
+    after = _structure_of(model)
+    if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        name = changed[0]
+        what = "adds" if name not in before else "removes" if name not in after else "changes the mode, or requires_grad, of"
+        raise CaptureError(f"the forward {what} {name}, which a compiled program does not do: PyTorch runs this call; do it before the loop to have all calls compiled")
+
+
+class Tags:
+    """The attributes that the user has given tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._before = {id(tensor): (tensor, _tags_of(tensor)) for tensor in tensors}
+
+    def check_kept(self, results: Iterable[Tensor]) -> None:
+        """Neither these tensors nor results of the code have got one.
+
+        Raises:
+            CaptureError: a tensor has.
+        """
+        found: list[tuple[str, Tensor]] = []
+        for tensor, before in (*self._before.values(), *((tensor, {}) for tensor in results if id(tensor) not in self._before)):
+            for name, value in _tags_of(tensor).items():
+                if before.get(name, before) is not value:
+                    found.append((name, tensor))
+                    delattr(tensor, name)
+        if found:
+            name, tensor = found[0]
+            raise CaptureError(f"the forward sets the attribute {name!r} of a tensor of shape {list(tensor.shape)}, which a compiled program does not do: return it, too")
+
+
+def _tags_of(tensor: Tensor) -> dict[str, object]:
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in _OF_FAKES}
+
+
+def _structure_of(model: nn.Module) -> dict[str, object]:
+    """Of every module which it is and whether it trains, of every parameter whether it requires a gradient, and the buffers, by name."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        found[f"the module {path!r}"] = id(module), module.training
+        found |= {f"the parameter {prefix + name!r}": None if tensor is None else tensor.requires_grad for name, tensor in module._parameters.items()}
+        found |= {f"the buffer {prefix + name!r}": name in module._non_persistent_buffers_set for name in module._buffers}
+    return found
 
 
 def _restore(current: dict, before: dict) -> None:

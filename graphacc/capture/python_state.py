@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from graphacc.capture.numbers import Number
 from graphacc.capture.source import is_user_file
 
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
@@ -56,6 +57,8 @@ def snapshot(value: object, depth: int = NESTED) -> Hashable:
         return "tensor", id(value), 0 if value.is_inference() else value._version, _memory(value)
     if isinstance(value, slice):
         return "slice", value.start, value.stop, value.step
+    if type(value) is Number:
+        return Same(value)
     if isinstance(value, (float, numpy.generic)):
         return float if isinstance(value, float) else type(value), repr(value.item() if isinstance(value, numpy.generic) else value)  # NaN equals itself, 0.0 is not -0.0
     if isinstance(value, PLAIN):

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import no_python_randomness
+from graphacc.capture.numbers import NeedsNumber, Number, function_of, refuse_in
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
@@ -124,7 +125,7 @@ class Engine:
         self.guards = Guards(model)
         self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
-        self.written: dict[ModelCall, Written] = {}
+        self.written = Written()  # by the call of the model that has run on fake tensors last
         self.verifier = Verifier(self)
         self.islands = Islands(self)
         self.variants: dict[tuple, list[Variant]] = {}  # recordings of a call by the answers that its code got
@@ -245,24 +246,27 @@ class Engine:
             self._drain()
         tape = self._recording() if trains and not as_region else self._new_tape()
         tape.takes_gradients = as_region
-        inputs = self.guards.inputs()
+        inputs, numbers = self.guards.inputs(), self.guards.values()
+        self.guards.needed.clear()
         try:
             result, tensors, filled = tape.record(function, (inputs, args, kwargs), {})
+        except NeedsNumber:
+            self.guards.fix_needed()
+            return self._record(self._function(function.path), args, kwargs, as_region)
         except NewInput:
             return self._record(self._function(function.path), args, kwargs, as_region)
         except NOT_COMPILED:
             if not self.guards.numbers:
                 raise
-            for label in list(self.guards.numbers):  # one of them is needed as a number of Python
-                self.guards.fix(label)
+            self.guards.fix_needed()  # perhaps it fails for want of a number
             return self._record(self._function(function.path), args, kwargs, as_region)
         if function.path and any(isinstance(leaf, Opaque) for leaf in tape.calls[-1].result_leaves):
             raise NotRecorded("it returns an object that a program cannot return")
-        written = self.written[tape.calls[-1].function]
+        written = cast(ModelCall, tape.calls[-1].function).written
         if new := written.replaced - self.replaced:
             self.replaced |= new
             self._renew_held_buffers(new)
-        self.guards.write(written.others)
+        self.guards.write(written.others | {label: number(numbers) for label, number in written.numbers.items()})
         if not trains:
             self.execution.run_forward(tape, tape.live(), keep_buffers=True)
             if tape.bucket is not None:  # other lengths share its program
@@ -339,7 +343,7 @@ class Engine:
         return any(handle.kind is Kind.BUFFER for handle in self.handles.values()) and bool(tape.forward_calls)
 
     def writes_buffers(self, tape: Tape) -> bool:
-        return any(isinstance(call.function, ModelCall) and self.written[call.function].buffers for call in tape.forward_calls)
+        return any(isinstance(call.function, ModelCall) and call.function.written.buffers for call in tape.forward_calls)
 
     def name_of(self, path: str) -> str:
         return f"the submodule {path} ({type(self.model.get_submodule(path)).__name__})" if path else f"the model {type(self.model).__name__}"
@@ -523,12 +527,8 @@ class Engine:
         return Answers(reads, inputs) if reads and self.execution.tracing else contextlib.nullcontext()
 
     def answered(self, function: Callable, answers: tuple) -> Callable:
-        """The function that is recorded where `function` got these answers."""
-        if not isinstance(function, ModelCall) or not answers:
-            return function
-        found = dataclasses.replace(function, answers=answers)
-        self.written[found] = self.written[function]
-        return found
+        """The function that is recorded where `function`, which has just run on fake tensors, got these answers."""
+        return dataclasses.replace(function, answers=answers, written=self.written) if isinstance(function, ModelCall) else function
 
     def number_inputs(self, args: tuple) -> set[int]:
         """Identities of the inputs that are numbers of modules, which code reads as numbers if it has to (see `Guards.fix`)."""
@@ -580,20 +580,25 @@ class Engine:
 
     def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
-        call = self.fakes.call_model if self.fallback.backend is FX else self.fakes.call_model_lazily
         num_hooks, flags = self.guards.num_hooks(), {}
         try:
-            with borrowed(self.model), self.guards.noting((args, kwargs)), no_python_randomness(), self.guards.given(inputs):
+            with borrowed(self.model), self.guards.noting((args, kwargs)), no_python_randomness(), self.guards.given(inputs) as placed:
                 before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
                 buffers, containers = self.fakes.buffers(), Containers((args, kwargs))
                 try:
-                    result = call(function.path, args, kwargs, recorder)
+                    if self.fallback.backend is FX:
+                        result = self.fakes.call_model(function.path, args, kwargs, recorder)
+                    else:
+                        result = self.fakes.call_model_lazily(inputs, self.guards.given, self.guards.check_outside_kept, args, kwargs)
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)
-                self.guards.check_outside_kept(inputs)
+                if self.guards.needed:
+                    raise NeedsNumber("caught by the forward")
+                refuse_in((result, args, kwargs))
+                self.guards.check_outside_kept(placed)
                 fills = containers.are_changed()
-                written = attributes_written(self.model, before, inputs)
+                written = attributes_written(self.model, before, placed)
                 writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
                 replaced = self.fakes.replaced_buffers() if self.fallback.backend is FX else frozenset()
         finally:
@@ -601,12 +606,14 @@ class Engine:
         if flags:
             raise NewInput("the forward installed hooks")
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
-        others = {label: value for label, value in written.items() if label not in tensors}
-        self.written[function] = Written(
+        numbers = {label: function_of(value) for label, value in written.items() if type(value) is Number}
+        others = {label: value for label, value in written.items() if label not in tensors and label not in numbers}
+        self.written = Written(
             buffers=writes_buffers and bool(buffers),
             replaced=replaced,
             tensors=tuple(tensors),
             others=others,
+            numbers=numbers,
             before=self.guards.present(written.keys() - inputs.keys()),
             held=self.guards.held(),
             fills=fills,
@@ -661,7 +668,8 @@ class Engine:
 
     def close(self, tape: Tape) -> None:
         tape.closed = True
-        self.template = tape
+        if tape.calls:
+            self.template = tape
         self._remember(tape)
         if self.tape is tape:
             self.tape = None

@@ -1,7 +1,7 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode
-from graphacc.capture.borrow import TensorsNow, substitute
+from graphacc.capture import objects
+from graphacc.capture.borrow import Tags, TensorsNow, structure_kept, substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.lazy import infer_call
@@ -74,24 +75,48 @@ class Fakes:
         """Call the model, or the submodule at `path`, in its present mode, on fake tensors; they stay in its tables, which the caller restores.
 
         Raises:
-            CaptureError: its code asks for a tensor's values; names the line.
+            CaptureError: its code asks for a tensor's values, or changes what the model is made of; names the line.
             ParameterWritten: its code writes into parameters.
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
         branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
         writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
+        memory, kept = [(name, fake, memory_of(fake)) for name, fake in self.of_buffers()], structure_kept(self.model)
+        tags = Tags(leaf for leaf in (*pytree.tree_leaves((args, kwargs)), *map(self._of_handle, self.handles.values())) if isinstance(leaf, Tensor))
         try:
-            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), answers, writes, self._watched(self._knows):
-                return self.model.get_submodule(path)(*args, **kwargs)
+            with self._mode, compiling(), branches, WrittenOut(), explained(_name(self.model, path)), kept, answers, writes, self._watched(self._knows):
+                result = self.model.get_submodule(path)(*args, **kwargs)
+            tags.check_kept(leaf for leaf in objects.flatten((result, args, kwargs))[0] if isinstance(leaf, Tensor))
+            if moved := [name for name, fake, before in memory if memory_of(fake) != before]:
+                for name in moved:
+                    self._managed.pop(name)
+                raise CaptureError(f"the forward sets .data of the buffer {moved[0]!r}: write into it (copy_), or assign to the attribute of the module")
+            return result
         except ParameterWritten as error:
             for name in error.names:
                 self._managed.pop(name, None)  # it may have another's memory now
             raise
 
-    def call_model_lazily(self, path: str, args: tuple, kwargs: dict, recorder: Recorder | None):
-        """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot."""
-        result, after = infer_call(self.model, self.model_tensors(), args, kwargs, self._like, self._watched(self._knows))
+    def call_model_lazily(self, attributes: Mapping[str, Tensor], placed: Callable, check: Callable, args: tuple, kwargs: dict):
+        """The same, with the model's code running on lazy tensors, which follow code that fake tensors cannot.
+
+        Args:
+            attributes, placed, check: of `infer_call`.
+
+        Raises:
+            CaptureError: it cannot be recorded; names the line.
+            NotRecorded: it writes into its arguments.
+            ParameterWritten: it writes into parameters.
+        """
+        watching = self._watched(self._knows)
+        result, after, written = infer_call(self.model, self.model_tensors(), attributes, args, kwargs, fake=self._like, watching=watching, placed=placed, check=check)
+        if names := {name: "" for name, handle in self.handles.items() if handle.kind is Kind.PARAM and any(self._of_handle(handle) is tensor for tensor in written)}:
+            raise ParameterWritten(names, "")
+        if labels := [label for label, held in attributes.items() if any(held is tensor for tensor in written)]:
+            raise CaptureError(f"the forward writes into the tensor {labels[0]}, which lazy tensors do not follow: assign a new tensor to it, or register it as a buffer")
+        if arguments := [leaf for leaf in pytree.tree_leaves((args, kwargs)) if any(leaf is tensor for tensor in written)]:
+            raise NotRecorded(f"it writes into a tensor of shape {list(arguments[0].shape)} that is not part of the recording")
         refill((args, kwargs), after)
         return result
 

@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import logging
+import operator
 import os
 import sys
 import types
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
+from graphacc.capture.numbers import NeedsNumber, Number, value_of
 from graphacc.capture.own_code import globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
 from graphacc.errors import CaptureError
@@ -64,7 +66,8 @@ class Guards:
     def __init__(self, model: nn.Module):
         self.model = model
         self.tensors: dict[str, None] = {}  # "<module>.<attribute>" of tensors that are inputs of the model's program
-        self.numbers: dict[str, None] = {}  # the same of numbers
+        self.numbers: dict[str, type] = {}  # the same of numbers, and whether they are ints or floats
+        self.needed: set[str] = set()  # those of them whose values code has needed, in this run
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[nn.Module, str]] = {}
         self._places: dict[tuple[int, object], Place] = {}
@@ -89,6 +92,8 @@ class Guards:
         self.runs_backward = False  # whether code that was followed has a part that a backward runs
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
         self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
+        self._reached: dict[int, object] = {}  # objects of the user's that the code has found, in this run
+        self._made: dict[int, object] = {}  # and those that it has made
         self._in_backward = False
         self._set_in_backward: list[str] = []  # attributes of modules
         self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
@@ -98,6 +103,8 @@ class Guards:
 
     def token(self) -> tuple[int, list[str]]:
         """A number that is equal where all that was read is, and what changed since the last time."""
+        for label in [label for label, kind in self.numbers.items() if type(self._value(label)) is not kind]:
+            self.fix(label)
         if all(place.unchanged() for place in self._places.values()):
             return self._token, []
         changed = [(place, change) for place in list(self._places.values()) for change in place.changes()]
@@ -106,17 +113,13 @@ class Guards:
         for place, (name, before, after) in changed:
             label = f"{place.label}.{name}"
             self._rewritten[label] += 1
-            if isinstance(place.owner, nn.Module) and place.table is vars(place.owner) and self._is_number(before) and self._is_number(after) and label not in self.fixed:
-                self.numbers[label] = None
+            if isinstance(place.owner, nn.Module) and place.table is vars(place.owner) and (kind := _kind_of(after)) is not None and kind is _kind_of(before) and label not in self.fixed:
+                self.numbers[label] = kind
                 self._labels[label] = place.owner, name
                 place.drop(name)
         key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
         self._token = self._keys.setdefault(key, len(self._keys) + 1)
         return self._token, [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
-
-    @staticmethod
-    def _is_number(found: Hashable) -> bool:
-        return isinstance(found, tuple) and found[0] is float
 
     def fix(self, label: str) -> None:
         """A number cannot be an input: every value of it needs a program of its own."""
@@ -129,20 +132,42 @@ class Guards:
         """The present values of what became an input."""
         found = {label: self._value(label) for label in self.tensors}
         found = {label: value for label, value in found.items() if isinstance(value, Tensor)}
-        return found | {label: torch.tensor(float(self._value(label)), dtype=self._number_dtype) for label in self.numbers}
+        return found | {label: torch.tensor(value, dtype=self._number_dtype if type(value) is float else torch.int64) for label, value in self.values().items()}
+
+    def values(self) -> dict[str, int | float]:
+        """The present numbers that are inputs."""
+        return {label: typing.cast(float, self._value(label)) for label in self.numbers}
+
+    def fix_needed(self) -> None:
+        """Numbers whose values the last run needed, or all if nobody knows which, are constants from now on."""
+        for label in self.needed & self.numbers.keys() or list(self.numbers):
+            self.fix(label)
 
     def _value(self, label: str) -> object:
         return _attribute(*self._labels[label])
 
     @contextlib.contextmanager
-    def given(self, values: Mapping[str, object], written: tuple[str, ...] = ()) -> Iterator[None]:
-        """The modules hold `values` inside; these attributes, and those named in `written`, are as before afterwards."""
+    def given(self, values: Mapping[str, object], written: tuple[str, ...] = ()) -> Iterator[dict[str, object]]:
+        """The modules hold `values` inside, which is yielded; these attributes, and those named in `written`, are as before afterwards.
+
+        A tensor in the place of a number is a `Number` there.
+        """
         before = self.present((*values, *written))
-        self.write(values)
+        placed = {label: self._as_number(label, before[label], value) for label, value in values.items()}
+        self.write(placed)
         try:
-            yield
+            yield placed
         finally:
             self.write(before)
+
+    def _as_number(self, label: str, present: object, value: object) -> object:
+        def refuse() -> None:
+            self.needed.add(label)
+            raise NeedsNumber(label)
+
+        if isinstance(value, Tensor) and isinstance(present, (int, float)) and type(present) is not bool:
+            return Number(value_of(present), lambda: value, operator.itemgetter(label), refuse)
+        return value
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
@@ -214,6 +239,8 @@ class Guards:
         self._noted = []
         self._words.clear()
         self._outside_before.clear()
+        self._reached.clear()
+        self._made.clear()
         with torch._C.DisableTorchFunctionSubclass():
             described = [(name, tensor) for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if attributes_of(tensor)]
         self._functions.clear()
@@ -227,7 +254,7 @@ class Guards:
             stack.enter_context(self.caches_kept())
             stack.enter_context(prints_said())
             stack.enter_context(files_noted(self._files.append))
-            settled = self._settled
+            settled, classes = self._settled, _Classes(self.model)
             for leaf in trees.leaves(arguments):
                 if callable(leaf) and not isinstance(leaf, (Tensor, nn.Module, type)):
                     self._note_argument(leaf)
@@ -238,7 +265,7 @@ class Guards:
                 for label, tensor in described:
                     for name in attributes_of(tensor).keys() & self._words:
                         self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])
-                changed = self._changes_elsewhere()
+                changed = classes.changes() + self._changes_elsewhere()
         if self._settled > settled and not changed:
             self._rounds += 1
             if self._rounds < 4:
@@ -342,12 +369,33 @@ class Guards:
                 for base in filter(is_user_class, found.__mro__):  # code that Python calls without reading an attribute
                     for special in _SPECIAL & vars(base).keys():
                         self._follow(vars(base)[special], _DEPTH, watch)
+            if id(owner) not in self._made:
+                self._reached[id(owner)] = owner
             self._note_kind(owner)
             if found in opaque and (table := getattr_plain(owner)) is not None:
                 self._note_dict(owner, table, found.__name__, watch)
 
+        def write(owner: object, name: str, value: object) -> None:
+            self._note_write(owner, name, value)
+            original_write(owner, name, value)
+
         self._watch = watch
-        stack.enter_context(patched(cls, __getattribute__=look))
+        original_write: Callable = cls.__setattr__
+        stack.enter_context(patched(cls, __getattribute__=look, **({} if cls is nn.Module else {"__setattr__": write})))
+
+    def _note_write(self, owner: object, name: str, value: object) -> None:
+        """Code sets an attribute of an object of the user's, which need not have read it; those that it has made itself are its own."""
+        if id(owner) not in self._reached:
+            self._made[id(owner)] = owner
+            return
+        found = next((vars(base)[name] for base in type(owner).__mro__ if name in vars(base)), None)
+        table = Slots(owner) if isinstance(found, types.MemberDescriptorType) else getattr_plain(owner)
+        if table is None or isinstance(found, property):
+            return
+        place, before = self._place(owner, table, type(owner).__name__), table.get(name, MISSING)
+        if isinstance(value, PLAIN):  # it may stay, and is guarded
+            place.note(name, before)
+        self._noted.append((place, name, before, ()))
 
     def _note_outside_tensor(self, owner: object, name: str, label: str | None) -> None:
         """A parameter or buffer of a module outside of the model is an input."""
@@ -717,7 +765,7 @@ class Guards:
                 place.changes()
                 changed.append(f"{place.label}.{name}")
             elif now is not value and id(place.owner) not in own and snapshot(now) != snapshot(value):
-                if self.settles and isinstance(now, PLAIN) and place.table is getattr_plain(place.owner):
+                if self.settles and isinstance(now, PLAIN) and type(now) is not Number and place.table is getattr_plain(place.owner):
                     self._settled += 1
                     self._settling.append((place, name, value))
                     place.changes()
@@ -770,6 +818,27 @@ class OptimizerGuards(Guards):
             yield
 
 
+class _Classes:
+    """The attributes of the user's classes that a model is made of."""
+
+    def __init__(self, model: nn.Module):
+        classes = {base: None for module in model.modules() for base in type(module).__mro__ if is_user_class(base)}
+        self._before = [(cls, dict(vars(cls))) for cls in classes]
+
+    def changes(self) -> list[str]:
+        """What code has set or deleted since; it is restored."""
+        changed = []
+        for cls, before in self._before:
+            now = dict(vars(cls))
+            for name in (before.keys() | now.keys()) - {"__getattribute__", "__setattr__"}:
+                value = before.get(name, MISSING)
+                if now.get(name, MISSING) is value or name.startswith("__"):
+                    continue
+                changed.append(f"{cls.__name__}.{name}")
+                delattr(cls, name) if value is MISSING else setattr(cls, name, value)
+        return changed
+
+
 class NewInput(Passing):
     """A tensor that a module holds was read: it has to be an input of the program."""
 
@@ -786,6 +855,11 @@ def getattr_plain(owner: object) -> dict | None:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
+
+
+def _kind_of(found: Hashable) -> type | None:
+    """Whether a snapshot is that of an int or of a float; None if of neither."""
+    return found[0] if isinstance(found, tuple) and found[0] in (int, float) else None
 
 
 def _check_not_consumed(value: object, label: str) -> None:

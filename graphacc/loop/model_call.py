@@ -28,6 +28,7 @@ class ModelCall:
     answers: tuple = ()  # that its code got to questions for values of the batch
     path: str = ""  # of the submodule that is called; the model itself
     form: int = 0  # `Engine.form`
+    written: Written = dataclasses.field(default=Written(), compare=False, repr=False)  # by a call with certain arguments
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -52,8 +53,8 @@ class ModelCall:
         now = [module.training for module in modules]
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
-            written = engine.written.get(self, Written())
-            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others))
+            written = self.written
+            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers))
             with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors), (args, kwargs) if written.fills else ()

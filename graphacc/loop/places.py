@@ -27,31 +27,35 @@ class Place:
         self.inputs: set[str] = set()  # names whose tensors are inputs of the program
         self.mutable: list[str] = []  # names whose values can change in place, but for the empty ones
         self._empty: list = []  # values that are empty: most are a module's tables of hooks
-        self._values: tuple = ()
+        self._found: dict[str, object] = {}  # name -> value when it was read last; another one may be there by now
+        self._values: tuple = ()  # the same, without the names
         self._held: Held | None = None
 
     def note(self, name: str, value: object) -> None:
         """Guard a name, which has `value` now (`MISSING`: none)."""
         if name not in self.names:
             self.names[name] = self.snapshot(name, value)
+            self._found[name] = self.table.get(name, MISSING)
             self._refresh()
 
     def drop(self, name: str) -> None:
         if self.names.pop(name, None) is not None:
+            del self._found[name]
             self._refresh()
 
     def take_as_input(self, name: str) -> None:
         """Whatever tensor the name has is an input of the program: another one is no change."""
         self.inputs.add(name)
         if name in self.names:
-            self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+            self._found[name] = self.table.get(name, MISSING)
+            self.names[name] = self.snapshot(name, self._found[name])
             self._refresh()
 
     def snapshot(self, name: str, value: object) -> Hashable:
         return "input" if name in self.inputs and isinstance(value, Tensor) else snapshot(value)
 
     def _refresh(self) -> None:
-        self._values = tuple(self.table.get(name, MISSING) for name in self.names)
+        self._values = tuple(self._found.values())
         mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, MUTABLE) and not is_fixed(value)]
         empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
         self._empty = [value for name, value in mutable if name in empty]
@@ -82,7 +86,8 @@ class Place:
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
-        now = {name: self.snapshot(name, self.table.get(name, MISSING)) for name in self.names}
+        self._found = {name: self.table.get(name, MISSING) for name in self.names}
+        now = {name: self.snapshot(name, value) for name, value in self._found.items()}
         found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
         self.names = now
         self._refresh()

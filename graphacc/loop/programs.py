@@ -89,7 +89,7 @@ class Compiled:
     @functools.cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers; False where the graph does not tell."""
-        return not isinstance(self.graph, HloStep) and not _unread_keys(self.graph)
+        return not isinstance(self.graph, HloStep) and any(item.kind is Kind.KEY and node.users for item, node in zip(self.graph.inputs, self.graph.placeholders))
 
     @functools.cached_property
     def sent_gradients(self) -> tuple[Output, ...]:

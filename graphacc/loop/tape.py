@@ -191,7 +191,7 @@ class Tape:
                 self._check_bounds(call.bounds)
             if self.engine.is_model(function):
                 self._check_plain(given)
-                if isinstance(call, Call) and self.engine.written[typing.cast("ModelCall", call.function)].fills:
+                if isinstance(call, Call) and typing.cast("ModelCall", call.function).written.fills:
                     check_apart(args, self.engine.guards.holds)
         except BaseException as error:
             self._forget(*counts)
@@ -207,7 +207,7 @@ class Tape:
         if call.replaces is not None and not isinstance(leaves[call.replaces], Promise):
             self._take_over(leaves[call.replaces], counts)
         self.calls.append(call)
-        for index in () if self.engine.is_model(function) else call.results:
+        for index in call.results:
             self._note_view(index)
         self._forget_overwritten(call)
         if call.replaces is not None:
@@ -771,7 +771,7 @@ class Tape:
     def _note_view(self, index: int) -> None:
         """Keep the memory that a value shares with a parameter: another one may take its place (``p.data = ...``)."""
         fake = self.values[index]
-        if fake._is_view() and (handle := self.engine.fakes.owner(fake)) is not None and not handle.frees_host:
+        if (handle := self.engine.fakes.owner(fake)) is not None and not handle.frees_host:
             self._views[index] = handle, handle.host_value().as_strided(fake.size(), fake.stride(), fake.storage_offset())
 
     def _view_of_parameter(self, index: int) -> Tensor | None:

@@ -138,3 +138,26 @@ def test_a_checkpoint_goes_on(tmp_path):
 def test_lazily_captured_calls_repeat_too():
     expected = equalities(set_back(dropping(None)))
     assert equalities(set_back(dropping(1, capture="lazy"))) == expected
+
+
+@pytest.mark.parametrize("reads", ["gradient", "norm", "by PyTorch"])
+def test_a_step_in_parts_takes_nothing_from_the_generator(reads):
+    """Found by loops that draw their batches: an update program without a key was taken for one that draws."""
+
+    class Decides(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if reads != "by PyTorch" or float(y.sum()) > 1e9 else y * 1
+
+    model = graphacc.compile(Decides(8, 4), devices=1, fast_compile=True, cache_dir=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        model(X).square().mean().backward()
+        if reads == "norm":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        elif reads == "gradient":
+            model.weight.grad.sum().item()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(torch.get_rng_state(), state)

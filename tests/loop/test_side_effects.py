@@ -1,0 +1,390 @@
+"""What a forward leaves behind besides its result: counters, attributes of objects, classes and tensors, what the model is made of, the memory of parameters."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from training import compiled
+
+from graphacc.errors import CaptureError
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+LAZY = pytest.param("lazy", marks=pytest.mark.lazy)
+
+
+class Holder:
+    def __init__(self):
+        self.last, self.count = None, 0
+
+
+HELD = Holder()
+
+
+class Model(nn.Module):
+    held: object = None
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.table = torch.ones(4)
+        self.holder = Holder()
+        self.count, self.scale, self.offset, self.flag, self.kind, self.last, self.cache = 0, 2.0, 1, True, "plain", None, None
+
+
+def of(forward, seen=lambda model: []) -> type[Model]:
+    return type(forward.__name__, (Model,), {"forward": forward, "seen": seen})
+
+
+def trained(cls, compile_it, arguments=lambda step: (X + 0.1 * step,), between=lambda model, step: None, steps=6, **options):
+    """Losses, and what the model and the loop have after every step."""
+    torch.manual_seed(0)
+    HELD.__init__()
+    cls.held = None
+    model = cls()
+    model = compiled(model, options.pop("strategy", None), **options) if compile_it else model
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(steps):
+        args = arguments(step)
+        loss = model(*args).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.item(), *map(plain, model.seen()), *(x.sum().item() for x in args if isinstance(x, torch.Tensor))])
+        between(model, step)
+    tensors = [*model.state_dict().items()]
+    found += [[name for name, _ in tensors], [tensor.sum().item() for _, tensor in tensors], [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]]
+    return model, found
+
+
+def plain(value):
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def assert_equal(cls, by_pytorch: bool | None = False, **options):
+    _, expected = trained(cls, False, **{name: value for name, value in options.items() if name in ("arguments", "between", "steps")})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the step is captured by lazy tensors")
+        model, found = trained(cls, True, **options)
+    for got, want in zip(found, expected, strict=True):
+        assert got == [pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value for value in want]
+        assert list(map(type, got)) == list(map(type, want))
+    assert by_pytorch is None or bool(model._graphacc_engine.by_pytorch.counts) == by_pytorch
+    return model
+
+
+# ---- numbers that a forward writes
+
+
+def counts_and_reads_another(self, x):
+    self.count += 1
+    return self.linear(x) * self.scale + self.offset * self.count
+
+
+def counts_before_all(self, x):
+    self.count = self.count + 1
+    return self.linear(x) * self.scale if self.flag else x
+
+
+def counts_by_another(self, x):
+    y = self.linear(x) * self.scale
+    self.count += self.offset
+    return y + self.count
+
+
+def toggles(self, x):
+    self.flag = not self.flag
+    self.count += 1
+    return self.linear(x) * (self.scale if self.flag else self.offset)
+
+
+def anneals(self, x):
+    self.scale = self.scale * 0.9 + 0.1 * self.offset
+    self.count += 1
+    return self.linear(x) * self.scale
+
+
+def anneals_in_place(self, x):
+    self.scale *= 0.9
+    return self.linear(x) * self.scale
+
+
+def counts_and_replaces_a_buffer(self, x):
+    y = self.linear(x)
+    self.count += 1
+    self.mean = 0.9 * self.mean + y.detach().mean(0)
+    return y + self.mean
+
+
+def warms_up(self, x):
+    y = self.linear(x)
+    self.count += 1
+    momentum = self.offset / self.count if self.count < 4 else 0.5
+    self.mean = (1 - momentum) * self.mean + momentum * y.detach().mean(0)
+    return y - self.mean
+
+
+NUMBERS = [counts_and_reads_another, counts_before_all, counts_by_another, toggles, anneals, anneals_in_place, counts_and_replaces_a_buffer, warms_up]
+
+
+def set_back(model, step):
+    if step % 2:
+        model.count = 0
+    if step == 3:
+        model.offset = 3
+
+
+@pytest.mark.parametrize("capture", ["fx", LAZY])
+@pytest.mark.parametrize("forward", NUMBERS, ids=lambda forward: forward.__name__)
+@pytest.mark.default_cases(*(f"{forward.__name__}-fx" for forward in NUMBERS), "counts_and_reads_another-lazy", "anneals-lazy")
+def test_numbers(forward, capture):
+    cls = of(forward, lambda model: [model.count, model.scale, model.flag])
+    assert_equal(cls, capture=capture)
+    assert_equal(cls, capture=capture, between=set_back)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.matrix)])
+def test_a_counter_is_compiled_once(devices):
+    def forward(self, x):
+        self.count += 1
+        self.offset = 2 * self.count + self.offset
+        return self.linear(x) * self.scale
+
+    model = assert_equal(of(forward, lambda model: [model.count, model.offset]), arguments=lambda step: (X.repeat(2, 1) + 0.1 * step,), steps=12, devices=devices, strategy=f"fsdp={devices}")
+    assert len(model.programs) <= 2
+
+
+def test_a_number_that_decides_is_a_constant():
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) * (1.0 if self.count % 3 else 2.0)
+
+    assert_equal(of(forward, lambda model: [model.count]))
+
+
+def test_numbers_depend_on_the_arguments():
+    """Found by a loop over a number of repetitions: what the last capture had left was written for all."""
+
+    def forward(self, x, times):
+        for _ in range(times):
+            self.count += 1
+            x = self.linear(x)
+        self.kind = "even" if times % 2 == 0 else "odd"
+        return x
+
+    def reset(model, step):
+        model.count, model.kind = 0, "plain"
+
+    assert_equal(of(forward, lambda model: [model.count, model.kind]), arguments=lambda step: (X, (2, 3, 2, 2, 3, 1)[step]), between=reset)
+
+
+def test_a_number_becomes_something_else():
+    def forward(self, x):
+        return self.linear(x) * self.scale if self.scale is not None else self.linear(x)
+
+    values = [2.5, 3.0, None, torch.tensor(4.0), 5, 6.0]
+    assert_equal(of(forward), between=lambda model, step: setattr(model, "scale", values[step]))
+
+
+def test_a_number_in_the_loss_is_compiled_once_where_the_loss_is_read_early():
+    torch.manual_seed(0)
+    model = compiled(nn.Linear(4, 3), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        y = model(X)
+        loss = y.pow(2).mean() + (step / 8) * y.abs().mean()
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len([program for program in model.programs if program.kind == "grad"]) <= 2
+
+
+# ---- objects, classes and tensors
+
+
+def object_of_the_model(self, x):
+    y = self.linear(x)
+    self.holder.last = y.detach().mean()
+    return y
+
+
+def object_in_a_variable(self, x):
+    y = self.linear(x)
+    HELD.last = y.detach().mean()
+    HELD.count += 1
+    return y
+
+
+def class_attribute(self, x):
+    y = self.linear(x)
+    type(self).held = y.detach().mean()
+    return y
+
+
+def module_of_torch(self, x):
+    y = self.linear(x)
+    self.linear.last = y.detach().mean()
+    return y
+
+
+def tuple_in_an_attribute(self, x):
+    y = self.linear(x)
+    y = y if self.cache is None else y + self.cache[1]
+    self.cache = (y.detach().mean(), y.detach() * 0.5)
+    return y
+
+
+def tag_of_a_weight(self, x):
+    self.linear.weight.tag = float(x.shape[0])
+    return self.linear(x)
+
+
+def made_here(self, x):
+    made = Holder()
+    made.last = self.linear(x)
+    made.count += 1
+    return made.last * made.count
+
+
+OBJECTS = {
+    object_of_the_model: lambda model: [model.holder.last],
+    object_in_a_variable: lambda model: [HELD.last, HELD.count],
+    class_attribute: lambda model: [type(model).held],
+    module_of_torch: lambda model: [model.linear.last],
+    tuple_in_an_attribute: lambda model: [model.cache[0]],
+    tag_of_a_weight: lambda model: [model.linear.weight.tag],
+}
+
+
+@pytest.mark.parametrize("forward", OBJECTS, ids=lambda forward: forward.__name__)
+def test_objects(forward):
+    assert_equal(of(forward, OBJECTS[forward]), by_pytorch=forward is not module_of_torch)
+
+
+def test_an_object_that_the_forward_makes_is_its_own():
+    assert_equal(of(made_here))
+
+
+@pytest.mark.parametrize("which", ["argument", "result"])
+def test_attributes_of_tensors(which):
+    def forward(self, x):
+        y = self.linear(x)
+        (x if which == "argument" else y).tag = 1.0
+        return y
+
+    model = compiled(of(forward)(), None)
+    x = X.clone()
+    assert (model(x) if which == "result" else (model(x), x)[1]).tag == 1.0
+    assert any("sets the attribute 'tag'" in why for why in model._graphacc_engine.by_pytorch.counts)
+
+
+# ---- what the model is made of
+
+
+def new_buffer(self, x):
+    self.register_buffer("first", x.detach().mean(0))
+    return self.linear(x) * self.first
+
+
+def new_module(self, x):
+    if not hasattr(self, "head"):
+        self.head = nn.Linear(4, 4)
+    return self.head(self.linear(x))
+
+
+def frozen_here(self, x):
+    self.linear.weight.requires_grad_(False)
+    return self.linear(x)
+
+
+def stops_training(self, x):
+    self.linear.eval()
+    return self.linear(x) * (1 if self.linear.training else 2)
+
+
+def back_in_training(self, x):
+    self.eval()
+    y = self.linear(x)
+    self.train()
+    return y
+
+
+def deletes(self, x):
+    if hasattr(self, "last"):
+        del self.last
+    return self.linear(x)
+
+
+def memory_of_a_buffer(self, x):
+    y = self.linear(x)
+    self.mean.data = 0.5 * self.mean + y.detach().mean(0)
+    return y + self.mean
+
+
+STRUCTURE = [new_buffer, new_module, frozen_here, stops_training, back_in_training, deletes, memory_of_a_buffer]
+
+
+@pytest.mark.parametrize("forward", STRUCTURE, ids=lambda forward: forward.__name__)
+def test_what_the_model_is_made_of(forward):
+    assert_equal(of(forward, lambda model: [hasattr(model, "last")]), by_pytorch=None)
+
+
+@pytest.mark.lazy
+@pytest.mark.parametrize("forward", [*OBJECTS, *STRUCTURE], ids=lambda forward: forward.__name__)
+@pytest.mark.default_cases("object_of_the_model", "tuple_in_an_attribute", "new_buffer", "frozen_here", "memory_of_a_buffer")
+def test_lazily_too(forward):
+    """Equal, or refused."""
+    try:
+        assert_equal(of(forward, OBJECTS.get(forward, lambda model: [])), capture="lazy", by_pytorch=None)
+    except CaptureError as error:
+        assert "the forward" in str(error)
+
+
+def aux(self, x):
+    y = self.linear(x) * torch.linspace(1.0, 0.5, 2).tolist()[0]
+    self.last = y.pow(2).mean()
+    return y
+
+
+def writes_into_its_argument(self, x):
+    x.mul_(2.0)
+    return self.linear(x)
+
+
+@pytest.mark.lazy
+@pytest.mark.parametrize("forward", [aux, writes_into_its_argument], ids=lambda forward: forward.__name__)
+def test_lazy_tensors_find_what_is_written(forward):
+    given = torch.ones(4, 4)
+    cls = of(forward, lambda model: [model.last])
+    assert_equal(cls, by_pytorch=forward is writes_into_its_argument, arguments=lambda step: (given.fill_(1.0 + step),), capture="lazy")
+
+
+# ---- views of parameters and buffers that a model returns
+
+
+def test_views_that_a_model_returns_are_the_memory_of_its_parameters():
+    class Returns(Model):
+        def forward(self, x):
+            self.mean.add_(1)
+            self.row = self.linear.weight[1]
+            return self.linear(x), self.linear.weight[0], self.linear.bias.data, self.mean[:2], self.linear.weight.t()
+
+    def run(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        y, row, bias, mean, transposed = model(X)
+        y.pow(2).mean().backward()
+        optimizer.step()
+        found = [tensor.sum().item() for tensor in (row, bias, mean, transposed, model.row)]
+        with torch.no_grad():
+            row.zero_(), bias.fill_(7.0), mean.fill_(9.0), transposed[2].fill_(5.0), model.row.fill_(3.0)
+            found += [model(X)[0].sum().item(), *(tensor.sum().item() for tensor in model.state_dict().values())]
+        return found
+
+    results = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = Returns()
+        results.append(run(compiled(model, None) if compile_it else model))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
