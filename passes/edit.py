@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import fake_mode
 
@@ -58,17 +59,25 @@ def infer(target: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         source = args[0]
         return (source.meta["val"] if isinstance(source, fx.Node) else source)[args[1]]
     try:
-        key = target, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
+        key = target, _key(args), _key(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype()
         if (known := _answers.results.get(key, key)) is not key:
             return known
     except TypeError:  # an argument that cannot be a key, or a value that is no tensor
         key = None
-    values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    values, named = fx.map_arg((args, kwargs), lambda node: _computed(node.meta["val"]))
     with fake_mode(), torch.no_grad():
-        result = target(*values, **named)
+        result = pytree.tree_map(_computed, target(*values, **named))
     if key is not None:
         _answers.results[key] = result
     return result
+
+
+def _computed(value: Any) -> Any:
+    """A fake value without the bits by which torch defers conjugation and negation: in a graph these are operators like others."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.conj() if value.is_conj() else value
+    return aten._neg_view.default(value) if value.is_neg() else value
 
 
 def _key(value: Any) -> Any:

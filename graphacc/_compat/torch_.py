@@ -258,10 +258,11 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
     - torch.utils.checkpoint runs the function once, inside `checkpointed(policy)`: the recomputation is a pass's work. `policy` is what a
       selective policy of the user's says, or None (see `_policy_of`). The reentrant form gives no gradients where no argument requires one,
       as always.
-    - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off.
+    - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off; what nn.TransformerEncoder's gives at
+      padding is written out.
+    - BatchNorm that averages over all batches does not ask for their number.
     """
-    import sys
-
+    import torch.nn.modules.batchnorm as batchnorm
     import torch.nn.modules.transformer as transformer
     import torch.utils.checkpoint as checkpoint
 
@@ -271,6 +272,9 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(patched(transformer, _detect_is_causal_mask=_hinted_causal))
+        if fastpath:
+            stack.enter_context(_forward_replaced(transformer.TransformerEncoder, _encodes_padding))
+        stack.enter_context(_forward_replaced(batchnorm._BatchNorm, _averages_all_batches))
         if has(probes.CHECKPOINTS):
             stack.enter_context(patched(checkpoint, **_checkpoints_run_once(checkpointed)))
         if masking is not None and not packed_sequences:
@@ -282,6 +286,90 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
 
 def _hinted_causal(mask, is_causal=None, size=None) -> bool:
     return is_causal is True
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfInstances:
+    """A method of instances alone: the class shows its own, by which a call knows whether the model is the same."""
+
+    shown: types.FunctionType
+    method: types.FunctionType
+
+    def __get__(self, instance, owner=None):
+        return self.shown if instance is None else types.MethodType(self.method, instance)
+
+
+def _forward_replaced(kind: type[torch.nn.Module], replacement):
+    forward: Any = kind.forward
+    return patched(kind, forward=_OfInstances(forward, replacement(forward)))
+
+
+def _encodes_padding(forward):
+    """nn.TransformerEncoder.forward as it is with nested tensors where it converts to them: zeros at padding."""
+
+    @functools.wraps(forward)
+    def encode(self, src, mask=None, src_key_padding_mask=None, is_causal=None):
+        may_convert = mask is None and src.dim() == 3 and _may_convert_to_nested(self)
+        if not may_convert or src_key_padding_mask is None or not _is_padded(src_key_padding_mask):
+            return forward(self, src, mask, src_key_padding_mask, is_causal)
+        first = self.layers[0]
+        tensors = [src, *(x for part in (first.self_attn, first.norm1, first.norm2, first.linear1, first.linear2) for x in part.parameters())]
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+            return _encoded_as_nested(self, src, src_key_padding_mask)
+        return forward(self, src, mask, src_key_padding_mask, is_causal)
+
+    return encode
+
+
+def _may_convert_to_nested(encoder) -> bool:
+    """Whether nn.TransformerEncoder.forward converts a padded batch to nested tensors, as far as neither values nor gradients decide."""
+    return getattr(encoder, "use_nested_tensor", False) and not encoder.layers[0].training and not torch.is_autocast_enabled("cuda")
+
+
+def _is_padded(padding: torch.Tensor) -> bool:
+    """Whether a batch has padding; True also where its values are not known."""
+    try:
+        return bool((padding != 0).any())
+    except RuntimeError:
+        return True
+
+
+def _encoded_as_nested(encoder, src: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """What nested tensors give: a sequence of N positions that count is the first N, and the others become zeros in front of the last norm.
+
+    Args:
+        src: [B, T, D].
+        padding: [B, T], True or a negative number at padding. If it is not at the end of every sequence, nothing is converted, unless `mask_check` is off.
+    """
+    added: Any = torch.nn.functional._canonical_mask(padding, "src_key_padding_mask", None, "mask", src.dtype)
+    keep = added.logical_not()
+    first = torch.arange(src.shape[1], device=src.device) < keep.sum(1, keepdim=True)
+    converts = (first == keep).all() if getattr(encoder, "mask_check", True) else torch.ones((), dtype=torch.bool, device=src.device)
+    added = torch.where(converts, torch.zeros_like(added).masked_fill(~first, -torch.inf), added)
+    out = src
+    for layer in encoder.layers:
+        out = layer(out, src_key_padding_mask=added)
+    out = torch.where((converts & ~first).unsqueeze(-1), 0.0, out)
+    return out if encoder.norm is None else encoder.norm(out)
+
+
+def _averages_all_batches(forward):
+    """BatchNorm's forward, in which the average over all batches (momentum=None) takes the number of batches as a tensor."""
+
+    @functools.wraps(forward)
+    def normalize(self, input):
+        if self.momentum is not None or not self.training or not self.track_running_stats or self.num_batches_tracked is None:
+            return forward(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        now = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        out = torch.nn.functional.batch_norm(input, *now, self.weight, self.bias, True, 1.0, self.eps)
+        share = 1.0 / self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
+        for average, value in zip((self.running_mean, self.running_var), now):
+            average.mul_(1.0 - share).add_(value * share)
+        return out
+
+    return normalize
 
 
 def _checkpoints_run_once(checkpointed) -> dict:

@@ -199,6 +199,16 @@ def _mean(x: Tensor, *, dtype=None) -> Tensor:
     return aten.mean.dim(x, list(range(x.dim())), dtype=dtype)
 
 
+@_decomposes(aten._is_all_true.default)
+def _is_all_true(x: Tensor) -> Tensor:
+    return aten.all.default(x)
+
+
+@_decomposes(aten._is_any_true.default)
+def _is_any_true(x: Tensor) -> Tensor:
+    return aten.any.default(x)
+
+
 @_decomposes(aten.addmm.default)
 def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     return _product_sum(aten.mm.default, x, a, b, beta, alpha)

@@ -285,7 +285,7 @@ def _leaf(item: Named, tensor: Tensor, hooks: bool) -> Tensor:
 
 
 def _without_gradients(parameters: dict[str, Tensor], forward: Forward, leaves: list[Tensor]) -> Results:
-    with torch.no_grad():
+    with torch.enable_grad():  # the calls of a recording have their own mode, for which their code may ask
         loss, outputs = forward()
     return _loss_result(loss) + _user_results(outputs)
 

@@ -20,7 +20,7 @@ from graphacc.loop import regions
 from graphacc.loop.fallback import NOT_COMPILED, explanation
 from graphacc.loop.managed import Handle
 from graphacc.loop.model_call import ModelCall
-from graphacc.loop.promise import Promise, to_values, written_too_early
+from graphacc.loop.promise import Promise, to_values, without_way_back, written_too_early
 from graphacc.loop.tape import Tape
 from graphacc.runtime.progress import Elapsed
 
@@ -164,8 +164,10 @@ class ByPyTorch:
                 )
             env = self.replay(tape)
             for value, tensor in env.items():
-                tape.fulfil(value, tensor)
+                freed = tensor.requires_grad and tape.backward_at is not None and self.engine.ways_back.is_open(tape, value) is False
+                tape.fulfil(value, without_way_back(tape, value, tensor) if freed else tensor)
             tape.is_eager = True
+            self.engine.ways_back.follow(tape)
             self.engine.close(tape)
 
     def finish(self, tape: Tape, why: str) -> None:

@@ -48,7 +48,8 @@ from graphacc.loop.programs import Programs
 from graphacc.loop.promise import NotRecorded, Promise, written_too_early
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
 from graphacc.loop.verify import Verifier
-from graphacc.loop.structure import Structure, code_of
+from graphacc.loop.ways_back import WaysBack
+from graphacc.loop.structure import Structure, code_of, persistent_buffers
 from graphacc.loop.written import Written, attributes_written, plain_attributes_written
 from graphacc.runtime import ranges
 from graphacc.runtime.exchange import needed, torch_view
@@ -104,6 +105,7 @@ class Engine:
         self.execution = Execution(self)
         self.buckets = Buckets(self, options.bucket_lengths, options.length_dims) if options.bucket_lengths else None
         self.gradients = Gradients(self)
+        self.ways_back = WaysBack(self)
         self.by_pytorch = ByPyTorch(self)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
         self.grad_modes = 0  # how often the loop has set requires_grad of a parameter
@@ -120,7 +122,7 @@ class Engine:
         self.torch_steps: set[int] = set()  # ids of the optimizers whose own step runs: gradients have to be ordinary tensors
         self.losses = LossWatch(options.nan_loss)
         self.fallback = Fallback(options.capture, programs.strategy)
-        self._persistent = set(model.state_dict(keep_vars=True))
+        self._persistent = persistent_buffers(model)
         self.structure = Structure(model)
         self.guards = Guards(model)
         self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
@@ -165,7 +167,7 @@ class Engine:
             if swapped := self.swapped():
                 return self.by_pytorch.call(original, args, kwargs, swapped)
             function = self._function()
-            why, wanted = self._refused.get(function), self._needs_autograd(args, kwargs)
+            why, wanted = self.guards.too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None  # what is refused may have parts that are not
             if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
                 return self.by_pytorch.call(original, args, kwargs, why)
@@ -224,7 +226,7 @@ class Engine:
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        function = ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), path=path, form=self.form)
+        function = ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), self.guards.asked.outcomes(self.guards.values()), path=path, form=self.form)
         last = self._last_function
         if last is None or function != last:
             last = self._last_function = function
@@ -247,7 +249,7 @@ class Engine:
         tape = self._recording() if trains and not as_region else self._new_tape()
         tape.takes_gradients = as_region
         inputs, numbers = self.guards.inputs(), self.guards.values()
-        self.guards.needed.clear()
+        self.guards.asked.needed.clear()
         try:
             result, tensors, filled = tape.record(function, (inputs, args, kwargs), {})
         except NeedsNumber:
@@ -315,7 +317,7 @@ class Engine:
             return None
         for leaf in trees.leaves((args, kwargs)):
             if isinstance(leaf, Promise):
-                wanted = (leaf.requires_gradient and leaf.tape.engine is not self) or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
+                wanted = (leaf.requires_gradient and leaf.tape is not self.tape) or (leaf.tape.is_eager and leaf.tape.value(leaf.index).requires_grad)
             else:
                 wanted = isinstance(leaf, Tensor) and leaf.requires_grad
             if wanted:
@@ -448,8 +450,7 @@ class Engine:
                 handle.tensor._graphacc_handle = None  # an ordinary tensor again
                 self.watched.discard(handle)
         self.structure = Structure(self.model)
-        with torch._C.DisableTorchFunctionSubclass():
-            self._persistent = set(self.model.state_dict(keep_vars=True))
+        self._persistent = persistent_buffers(self.model)
 
     def _recording(self) -> Tape:
         """The tape that a model call is added to: the open one while the loop still holds results of it."""
@@ -593,9 +594,12 @@ class Engine:
                 finally:
                     if self.guards.num_hooks() != num_hooks:  # some models install theirs in a first forward, and note that in an attribute
                         flags = plain_attributes_written(self.model, before)
-                if self.guards.needed:
+                if self.guards.asked.needed:
                     raise NeedsNumber("caught by the forward")
                 refuse_in((result, args, kwargs))
+                if self.guards.asked.has_new:
+                    self.guards.asked.has_new = False
+                    raise NewInput("a comparison of numbers")
                 self.guards.check_outside_kept(placed)
                 fills = containers.are_changed()
                 written = attributes_written(self.model, before, placed)
@@ -608,12 +612,14 @@ class Engine:
         tensors = {label: value for label, value in written.items() if isinstance(value, Tensor)}
         numbers = {label: function_of(value) for label, value in written.items() if type(value) is Number}
         others = {label: value for label, value in written.items() if label not in tensors and label not in numbers}
+        self.guards.check_not_too_many(others)
         self.written = Written(
             buffers=writes_buffers and bool(buffers),
             replaced=replaced,
             tensors=tuple(tensors),
             others=others,
             numbers=numbers,
+            values=self.guards.values(),
             before=self.guards.present(written.keys() - inputs.keys()),
             held=self.guards.held(),
             fills=fills,
@@ -706,6 +712,7 @@ class Engine:
                 log.info("graphacc: %s changed between steps and became an input of the program", ", ".join(changed))
             self.losses.check()
             tape = self.gradients.pending
+            kept = self.ways_back.keep(names, type(optimizer).__name__)
             try:
                 self._step(binding, names)
             except NOT_COMPILED as error:
@@ -713,6 +720,8 @@ class Engine:
                     return False
             for name in names:
                 handle = self.handles[name]
+                if kept:
+                    handle.refresh()  # counts as a write, which autograd notices
                 if isinstance(handle.grad, Tape) and not self.options.keep_gradients:
                     handle.given_by = weakref.ref(handle.grad), handle.grad.grad_bindings[name]
                     handle.grad = SPENT
@@ -723,13 +732,10 @@ class Engine:
             return True
 
     def _settle_open_recording(self) -> None:
-        """A call without backward has its effect on the buffers with the parameters that it was made with."""
+        """A call without backward, of which the loop holds no result, has its effect on the buffers with the parameters that it was made with; for others see `WaysBack.keep`."""
         tape = self.tape
-        if tape is not None and tape.backward_at is None and not tape.closed and self.writes_buffers(tape):
-            if tape.live():
-                self.by_pytorch.make_differentiable(tape, "the parameters change before the backward() of a call that changes buffers")
-            else:
-                self.end_recording()
+        if tape is not None and tape.backward_at is None and not tape.closed and self.writes_buffers(tape) and not tape.live():
+            self.end_recording()
 
     def _step(self, binding: Binding, names: tuple[str, ...]) -> None:
         tape = self.gradients.pending
@@ -738,18 +744,30 @@ class Engine:
             self.gradients.force(tape)  # another optimizer's step, or a reader, needs what the code on gradients gives, and the update would use it up
             tape = None
         whole = tape is not None and not tape.has_run and not self.gradients.accumulated and self.programs.runs_whole_steps and not self.options.keep_gradients
-        if whole and set(names) == set(tape.grad_bindings):
+        if binding.by_fx:
+            if tape is not None and not tape.has_run:
+                self.execution.run_grad(tape)
+            with self.fallback.fx_only():
+                self.execution.run_update(tape, binding, names)
+        elif whole and set(names) == set(tape.grad_bindings):
             self.execution.run_step(tape, binding, names)
         else:
             self.execution.run_update(tape, binding, names)
 
     def _step_in_parts(self, binding: Binding, names: tuple[str, ...], tape: Tape | None, error: Exception) -> bool:
         """After `error`: find out whether the model's gradients or the optimizer's update cannot be compiled, and do the other."""
-        if self.options.capture != "auto":
+        if self.options.capture == "fx":
             raise error
+        if self.fallback.backend is not FX and not binding.by_fx:
+            binding.by_fx = True
+            try:
+                self._step(binding, names)
+                return True
+            except NOT_COMPILED:
+                binding.by_fx = False
+        if tape is not None and not tape.closed:
+            self.gradients.force(tape)
         try:
-            if tape is not None and not tape.closed:
-                self.gradients.force(tape)
             self.execution.run_update(None, binding, names)
             return True
         except NOT_COMPILED as second:
@@ -761,6 +779,7 @@ class Engine:
         """Bring to the host what the optimizer's own step reads: gradients and its state. Parameters come when they are read."""
         self.by_pytorch.note(f"the step of {type(binding.optimizer).__name__}", binding.by_torch or "")
         self.steps += 1
+        self.ways_back.keep(tuple(name for name in binding.names if self.handles[name].has_grad), type(binding.optimizer).__name__)
         for name in binding.names:
             handle = self.handles[name]
             self.gradients.settle(handle)

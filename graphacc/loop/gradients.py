@@ -53,6 +53,7 @@ class Gradients:
                     value.backward()
                 return
             self.pending = tape
+            self.engine.ways_back.follow(tape)
             held = {}
             for giver in set(filter(None, map(_giver, self.engine.handles.values()))):
                 giver.let_go_of_gradients()

@@ -12,7 +12,6 @@ import enum
 import functools
 import inspect
 import logging
-import operator
 import os
 import sys
 import types
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
-from graphacc.capture.numbers import NeedsNumber, Number, value_of
+from graphacc.capture.numbers import Asked, Number, Values
 from graphacc.capture.own_code import globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
 from graphacc.errors import CaptureError
@@ -60,16 +59,20 @@ class Guards:
         model: its modules' classes are looked into while `noting`, and are as they were before at other times.
     """
 
-    settles = True
+    settles = has_inputs = True
     refusal = "the forward, or a hook in it, changes {}, which a compiled program does not do again in every step: return what is to be kept, or register it as a buffer"
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.tensors: dict[str, None] = {}  # "<module>.<attribute>" of tensors that are inputs of the model's program
         self.numbers: dict[str, type] = {}  # the same of numbers, and whether they are ints or floats
-        self.needed: set[str] = set()  # those of them whose values code has needed, in this run
+        self.asked = Asked()
+        self.too_many: str | None = None  # why the model is left to PyTorch: a number with ever new values
+        self._values_of: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label of a number that is a constant -> its different values
+        self._asks_for_types = False  # whether code that was followed asks for the type of something, which a number would not have
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
-        self._labels: dict[str, tuple[nn.Module, str]] = {}
+        self._labels: dict[str, tuple[object, str]] = {}  # label -> the module, another object or the variables of a file, and the name in it
+        self._numbers_at: dict[tuple[int, str], str] = {}  # (id of that, name) -> label, of numbers
         self._places: dict[tuple[int, object], Place] = {}
         self._functions: set[types.CodeType] = set()
         self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
@@ -111,11 +114,15 @@ class Guards:
         if not changed:
             return self._token, []
         for place, (name, before, after) in changed:
-            label = f"{place.label}.{name}"
-            self._rewritten[label] += 1
-            if isinstance(place.owner, nn.Module) and place.table is vars(place.owner) and (kind := _kind_of(after)) is not None and kind is _kind_of(before) and label not in self.fixed:
+            self._rewritten[f"{place.label}.{name}"] += 1
+            kind = _kind_of(after)
+            if self.has_inputs and place.table is _table_of(place.owner) and kind is not None and kind is _kind_of(before):
+                label = self._label_of(place, name)
+                if label in self.fixed or self._asks_for_types:
+                    self._values_of[label].add(after)
+                    continue
                 self.numbers[label] = kind
-                self._labels[label] = place.owner, name
+                self._numbers_at[id(place.owner), name] = label
                 place.drop(name)
         key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
         self._token = self._keys.setdefault(key, len(self._keys) + 1)
@@ -123,10 +130,20 @@ class Guards:
 
     def fix(self, label: str) -> None:
         """A number cannot be an input: every value of it needs a program of its own."""
-        module, name = self._labels[label]
+        owner, name = self._labels[label]
+        table = _table_of(owner)
         self.numbers.pop(label)
+        self._numbers_at.pop((id(owner), name))
         self.fixed.add(label)
-        self._place(module, vars(module), label.rpartition(".")[0]).note(name, vars(module).get(name))
+        self._place(owner, table, label.rpartition(".")[0]).note(name, table.get(name, MISSING))
+
+    def _label_of(self, place: Place, name: str) -> str:
+        """Of a name in a place; two objects of one class have different ones."""
+        label = f"{place.label}.{name}"
+        if self._labels.setdefault(label, (place.owner, name))[0] is not place.owner:
+            label = f"{place.label} {1 + list(self._places.values()).index(place)}.{name}"
+            self._labels[label] = place.owner, name
+        return label
 
     def inputs(self) -> dict[str, Tensor]:
         """The present values of what became an input."""
@@ -140,20 +157,38 @@ class Guards:
 
     def fix_needed(self) -> None:
         """Numbers whose values the last run needed, or all if nobody knows which, are constants from now on."""
-        for label in self.needed & self.numbers.keys() or list(self.numbers):
+        for label in self.asked.needed & self.numbers.keys() or list(self.numbers):
             self.fix(label)
 
+    def check_not_too_many(self, written: Iterable[str]) -> None:
+        """None of the attributes that a forward writes is a number that it needs, with another value in every call.
+
+        Raises:
+            CaptureError: one is; from then on `too_many` says so.
+        """
+        for label in written:
+            if len(self._values_of[label]) > MAX_REWRITTEN:
+                self.too_many = (
+                    f"the forward changes the number {label} in every call, and needs its value, so that each would need a program of its own "
+                    f"({MAX_REWRITTEN} were compiled): use it in arithmetic and comparisons alone, or make it a buffer"
+                )
+                raise CaptureError(self.too_many)
+
     def _value(self, label: str) -> object:
-        return _attribute(*self._labels[label])
+        owner, name = self._labels[label]
+        return _attribute(owner, name) if isinstance(owner, nn.Module) else _table_of(owner).get(name, MISSING)
 
     @contextlib.contextmanager
-    def given(self, values: Mapping[str, object], written: tuple[str, ...] = ()) -> Iterator[dict[str, object]]:
+    def given(self, values: Mapping[str, object], written: tuple[str, ...] = (), numbers: Values = types.MappingProxyType({})) -> Iterator[dict[str, object]]:
         """The modules hold `values` inside, which is yielded; these attributes, and those named in `written`, are as before afterwards.
 
         A tensor in the place of a number is a `Number` there.
+
+        Args:
+            numbers: what the numbers were when the code was first captured; without them they are what they are now.
         """
         before = self.present((*values, *written))
-        placed = {label: self._as_number(label, before[label], value) for label, value in values.items()}
+        placed = {label: self._as_number(label, numbers.get(label, before[label]), value) for label, value in values.items()}
         self.write(placed)
         try:
             yield placed
@@ -161,13 +196,8 @@ class Guards:
             self.write(before)
 
     def _as_number(self, label: str, present: object, value: object) -> object:
-        def refuse() -> None:
-            self.needed.add(label)
-            raise NeedsNumber(label)
-
-        if isinstance(value, Tensor) and isinstance(present, (int, float)) and type(present) is not bool:
-            return Number(value_of(present), lambda: value, operator.itemgetter(label), refuse)
-        return value
+        is_number = isinstance(value, Tensor) and isinstance(present, (int, float)) and type(present) is not bool
+        return Number.held(label, typing.cast(float, present), typing.cast(Tensor, value), self.asked) if is_number else value
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
@@ -203,21 +233,21 @@ class Guards:
     def write(self, values: Mapping[str, object]) -> None:
         """Set attributes of modules, by label."""
         for label, value in values.items():
-            module, name = self._find(label)
+            owner, name = self._find(label)
             if value is MISSING:
-                vars(module).pop(name, None)
+                _table_of(owner).pop(name, None)
             else:
-                vars(module)[name] = value
+                _table_of(owner)[name] = value
 
     def read(self, labels: tuple[str, ...]) -> dict[str, Tensor]:
         """The present values of attributes of modules."""
-        return {label: vars(module)[name] for label in labels for module, name in [self._find(label)]}
+        return {label: typing.cast(Tensor, _table_of(owner)[name]) for label in labels for owner, name in [self._find(label)]}
 
     def present(self, labels: Iterable[str]) -> dict[str, object]:
         """What attributes hold now, `MISSING` where there is none."""
-        return {label: vars(module).get(name, MISSING) for label in labels for module, name in [self._find(label)]}
+        return {label: _table_of(owner).get(name, MISSING) for label in labels for owner, name in [self._find(label)]}
 
-    def _find(self, label: str) -> tuple[nn.Module, str]:
+    def _find(self, label: str) -> tuple[object, str]:
         if label not in self._labels:
             path, _, name = label.rpartition(".")
             self._labels[label] = self.model.get_submodule(path.partition(".")[2]), name
@@ -390,7 +420,7 @@ class Guards:
             return
         found = next((vars(base)[name] for base in type(owner).__mro__ if name in vars(base)), None)
         table = Slots(owner) if isinstance(found, types.MemberDescriptorType) else getattr_plain(owner)
-        if table is None or isinstance(found, property):
+        if table is None or isinstance(found, property) or (id(owner), name) in self._numbers_at:  # see `check_outside_kept`
             return
         place, before = self._place(owner, table, type(owner).__name__), table.get(name, MISSING)
         if isinstance(value, PLAIN):  # it may stay, and is guarded
@@ -431,14 +461,14 @@ class Guards:
         return self._outside[id(module)][1]
 
     def check_outside_kept(self, values: Mapping[str, object]) -> None:
-        """The attributes of modules outside of the model still have the values that they were given.
+        """The attributes of modules outside of the model, and of other objects, still have the values that they were given.
 
         Raises:
             CaptureError: one was written.
         """
         for label, value in values.items():
-            module, name = self._find(label)
-            if id(module) in self._outside and vars(module).get(name) is not value:
+            owner, name = self._find(label)
+            if (id(owner) in self._outside or not isinstance(owner, nn.Module)) and _table_of(owner).get(name) is not value:
                 raise CaptureError(self.refusal.format(label))
 
     def _note_kind(self, owner: object) -> None:
@@ -500,12 +530,15 @@ class Guards:
             return value
         if type(owner).__module__.startswith("torch.nn.") and isinstance(value, CONTAINERS) and not name.endswith("_hooks"):
             return value  # nn.LSTM's lists of its weights
-        if f"{label}.{name}" not in self.numbers:
-            self._note(owner, table, label, name, value)
+        self._note(owner, table, label, name, value)
         self._follow(value, _DEPTH, watch)
         return value
 
     def _note(self, owner: object, table: Mapping[str, object], label: str, name: str, value: object) -> None:
+        if (number := self._numbers_at.get((id(owner), name))) is not None and table is _table_of(owner):
+            if self._in_backward and type(value) is not Number:
+                raise CaptureError(f"the backward reads the number {number}, which changes from step to step: keep it in a buffer, or in a tensor that is saved for backward")
+            return
         _check_not_consumed(value, f"{label}.{name}")
         if self._rewritten[f"{label}.{name}"] > MAX_REWRITTEN and any(isinstance(leaf, Tensor) for leaf in leaves_of([value])):
             raise CaptureError(
@@ -571,6 +604,7 @@ class Guards:
         if "globals" in absent:
             names = names | {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
         variables = self._place(function.__globals__, function.__globals__, function.__module__)
+        self._asks_for_types |= "type" in absent
         for name in absent:  # a variable of that name would hide the built-in one
             variables.note(name, MISSING)
         if not names.isdisjoint(("environ", "getenv")):
@@ -798,7 +832,7 @@ class Guards:
 class OptimizerGuards(Guards):
     """What captures of one optimizer's step have read besides its own attributes: global and closed-over values, and other objects."""
 
-    settles = False
+    settles = has_inputs = False
     refusal = "the optimizer's step changes {}, which a compiled program does not do again in every step: keep it in self.state[parameter]"
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -855,6 +889,11 @@ def getattr_plain(owner: object) -> dict | None:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
+
+
+def _table_of(owner: object) -> dict[str, object]:
+    """The attributes of a module or of another object; the variables of a file are such a dict themselves."""
+    return owner if type(owner) is dict else getattr_plain(owner) or {}
 
 
 def _kind_of(found: Hashable) -> type | None:

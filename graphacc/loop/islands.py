@@ -123,7 +123,7 @@ def _is_worth_it(module: nn.Module) -> bool:
 
 
 def _shapes(args: tuple, kwargs: dict) -> tuple:
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return tuple((None if leaf.is_nested else tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,10 +1,13 @@
 """Classes of ours that are mixed into a model's own class, in place."""
 
 import abc
+import weakref
 from collections.abc import Callable, Mapping
 
 from torch import nn
 
+_types: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+"""(mixin, class) -> the type that has both: models of one class stay of one type, as `torch.func.stack_module_state` wants them."""
 _set_type = object.__dict__["__class__"].__set__
 
 
@@ -28,12 +31,18 @@ def mix_in(model: nn.Module, mixin: type, names: Callable[[type], Mapping[str, o
     """
 
     def become(model: nn.Module, original: type) -> None:
+        further = names(original)
+        known = None if further else _types.get((mixin, original))
+        if known is not None:
+            _set_type(model, known)
+            return
         own = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__class__": property(lambda self: own_class(type(self), mixin), become)}
-        own |= {**names(original), "_graphacc_mixed": True}
+        own |= {**further, "_graphacc_mixed": True}
         try:
             _set_type(model, _made(type(original), original.__name__, (mixin, original), own))
         except TypeError:  # where another base than nn.Module comes first (ABC, Generic), objects are laid out otherwise
             _set_type(model, _made(_putting_first(mixin, type(original)), original.__name__, (original,), own))
+        _types[mixin, original] = type(model)
 
     become(model, type(model))
 

@@ -25,6 +25,7 @@ class ModelCall:
     mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
+    decided: tuple[bool | None, ...] = ()  # by comparisons of numbers that are inputs
     answers: tuple = ()  # that its code got to questions for values of the batch
     path: str = ""  # of the submodule that is called; the model itself
     form: int = 0  # `Engine.form`
@@ -32,7 +33,7 @@ class ModelCall:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mode, self.state, self.inputs, self.answers, self.path, self.form))
+        return hash((self.mode, self.state, self.inputs, self.decided, self.answers, self.path, self.form))
 
     def __hash__(self) -> int:
         return self._hash
@@ -54,7 +55,7 @@ class ModelCall:
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = self.written
-            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers))
+            given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers), written.values)
             with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors), (args, kwargs) if written.fills else ()

@@ -42,6 +42,7 @@ class Binding:
     optimizer: torch.optim.Optimizer
     names: tuple[str, ...]  # of its parameters, in order of the groups
     by_torch: str | None = None  # why PyTorch runs its step; None: the step is compiled
+    by_fx: bool = False  # lazy tensors cannot follow its step, so torch.fx captures it, as a program of its own
     dynamic: frozenset[str] = frozenset()  # numbers of the groups, besides lr, that were seen to change
     state_on_device: bool = False
     statics: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -260,14 +261,12 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> "list[Engine]":
     return list({id(handle.engine): handle.engine for handle in handles}.values())
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Torch calls this before the optimizer's own pre-hooks, which may still change gradients: `_run_step` follows the last of them."""
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Torch calls this among the pre-hooks of all optimizers, before the optimizer's own; they may change gradients, and look at its state: `_run_step` follows the last of them."""
     own = optimizer._optimizer_step_pre_hooks
     own.pop(_LAST, None)
-    if own and _engines_of(optimizer):
+    if _engines_of(optimizer):
         own[_LAST] = _run_step
-        return None
-    return _run_step(optimizer, args, kwargs)
 
 
 _LAST = -1  # torch counts its own keys up from 0
@@ -341,6 +340,7 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    optimizer._optimizer_step_pre_hooks.pop(_LAST, None)
     for engine in _engines_of(optimizer):
         engine.torch_steps.discard(id(optimizer))
         engine.verifier.end_of_step()

@@ -7,6 +7,7 @@ the values are ordinary results of autograd (see `ByPyTorch.run`).
 """
 
 import functools
+import sys
 import typing
 import weakref
 
@@ -60,11 +61,21 @@ _NEEDS_AUTOGRAD = frozenset(
         Tensor.register_hook,
         Tensor.register_post_accumulate_grad_hook,
         Tensor.retain_grad,
-        Tensor.requires_grad.__set__,
         torch.autograd.grad,
     }
 )
 """Functions that work on autograd's own graph."""
+
+
+_FLAG, _NODE, _LEAF = (typing.cast(typing.Any, getattr(Tensor, name)) for name in ("requires_grad", "grad_fn", "is_leaf"))
+
+_GRAD_FLAG = frozenset({Tensor.requires_grad_, _FLAG.__set__})
+"""They make a tensor a leaf of autograd's own graph."""
+
+_SHOWS_GRAPH = _GRAD_FLAG | frozenset(
+    {_FLAG.__get__, _NODE.__get__, _LEAF.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.backward, torch.autograd.grad}
+)
+"""Functions by which the loop sees whether there is a way back from a tensor."""
 
 
 _ATTRIBUTES = ("requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim")
@@ -131,9 +142,11 @@ class Promise(Tensor):
 
     @property
     def requires_gradient(self) -> bool:
-        """Whether a gradient flows back from here into an open recording."""
-        tape = self.tape
-        return not tape.closed and tape.backward_at is None and tape.values[self.index].requires_grad
+        """Whether a gradient flows back from here into a recording, which is open or has a way back besides that of its backward."""
+        tape, index = self.tape, self.index
+        if tape.is_eager or not tape.values[index].requires_grad:
+            return False
+        return not tape.closed if tape.backward_at is None else tape.engine.ways_back.remains(tape, index)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -150,6 +163,7 @@ def run_function(func, args: tuple, kwargs: dict):
     leaves = trees.leaves((args, kwargs))
     tapes = open_tapes(func, leaves)
     if not tapes:
+        _keep_way_back(func, leaves)
         if func is Tensor.backward:
             _check_way_back(args[0])
         elif func in _NEEDS_AUTOGRAD:
@@ -164,6 +178,8 @@ def run_function(func, args: tuple, kwargs: dict):
         return result
     if func is Tensor.grad.__get__:
         return None  # a result of the model, whose gradient nobody asked to keep
+    if func in _GRAD_FLAG and isinstance(args[0], Promise) and args[0].tape.values[args[0].index].requires_grad and all((*args[1:], *kwargs.values())):
+        return args[0]  # it does already
     try:
         if func is Tensor.backward:
             return args[0].tape.backward(*args, **kwargs)
@@ -215,22 +231,38 @@ def _gradient_from_autograd(tape: "Tape", index: int, gradient: Tensor) -> None:
     """A gradient for a promise comes from autograd's own graph: PyTorch runs the tape's calls, and the gradient flows on through those."""
     if isinstance(gradient, Promise):
         gradient = gradient.tape.value(gradient.index)
-    tape.engine.by_pytorch.run(tape, "a torch.autograd.Function gives a gradient to a result of the model")
+    is_start = _is_start(tape, index)
+    if not tape.closed or (tape.backward_at is not None and tape.engine.ways_back.remains(tape, index)):
+        what = "torch.autograd.backward() begins at" if is_start else "a torch.autograd.Function gives a gradient to"
+        tape.engine.by_pytorch.run(tape, f"{what} a result of the model")
+    if not tape.is_eager:
+        raise _no_way_back(tape, index)
     value = tape.value(index)
     with torch._C.DisableTorchFunctionSubclass():
         try:
             if value.requires_grad:
                 value.backward(gradient, retain_graph=True)
         except RuntimeError as error:
+            if is_start:
+                raise
             raise LoopError(
                 "backward() went through the model before the gradient of a torch.autograd.Function that the loop applied to its result was there: "
                 "apply the Function in the model's forward, or give it a result that nothing else uses"
             ) from error
 
 
+def _is_start(tape: "Tape", index: int) -> bool:
+    """Whether ``torch.autograd.backward(tensors)``, which the caller runs in, begins at a value."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+        frame = frame.f_back
+    given = pytree.tree_leaves(frame.f_locals["tensors"]) if frame is not None else []
+    return any(isinstance(leaf, Promise) and leaf.tape is tape and leaf.index == index for leaf in given)
+
+
 def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":
     """The newest open recording, if no gradient has to flow into another."""
-    if func in _NEEDS_AUTOGRAD:
+    if func in _NEEDS_AUTOGRAD or func in _GRAD_FLAG:
         raise NotRecorded("it works on autograd's own graph")
     tape = tapes[-1]
     if torch.is_grad_enabled() and any(isinstance(leaf, Promise) and leaf.tape is not tape and leaf.requires_gradient for leaf in leaves):
@@ -244,9 +276,12 @@ def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: st
         leaf.requires_gradient if isinstance(leaf, Promise) else managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves
     )
     overwritten = pytree.tree_leaves(args[:1]) if managed.writes_by_name(func) else []
-    flows = flows or func in _NEEDS_AUTOGRAD or func is Tensor.backward
+    flows = flows or func in _NEEDS_AUTOGRAD or func in _GRAD_FLAG or func is Tensor.backward
+    _keep_way_back(func, leaves)
+    begins = args[0] if func is Tensor.backward and isinstance(args[0], Promise) else None
     for tape in tapes:
-        if func in _NEEDS_AUTOGRAD:
+        apart = begins is not None and begins.tape is tape and tape.backward_at is None and tape.engine.ways_back.others_remain(tape, begins.index)
+        if func in _NEEDS_AUTOGRAD or apart:
             tape.engine.by_pytorch.run(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
         elif (flows and tape.backward_at is None) or func is Tensor.backward:
             tape.engine.by_pytorch.make_differentiable(tape, f"{getattr(func, '__name__', 'a function')}: {reason}")
@@ -264,14 +299,37 @@ def _check_hooked(func, args: tuple, kwargs: dict) -> None:
             leaf.tape.region.check_hooked(leaf.index, getattr(func, "__name__", "looking at a gradient"))
 
 
+def _keep_way_back(func, leaves: list) -> None:
+    """Before a function whose gradient flows on: recordings that have had their backward, and from whose values there is another way back, become ordinary results of autograd."""
+    if not torch.is_grad_enabled() or func in _WITHOUT_GRADIENT or func in _READS_VALUE:
+        return
+    for leaf in leaves:
+        if isinstance(leaf, Promise) and leaf.tape.backward_at is not None and leaf.requires_gradient:
+            leaf.tape.engine.by_pytorch.run(leaf.tape, f"{getattr(func, '__name__', 'a function')}: it goes another way back than the backward() of the recording")
+
+
 def _check_way_back(loss: Tensor) -> None:
-    if isinstance(loss, Promise) and loss.tape.overwritten is not None:
-        raise written_too_early(loss.tape.overwritten)
     if isinstance(loss, Promise) and not loss.tape.is_eager and loss.tape.values[loss.index].requires_grad:
-        raise LoopError(
-            "backward() on a result of a model call whose step has already run: PyTorch frees the graph at the first backward(), too; "
-            "call the model again, or add the losses and call backward() once"
-        )
+        raise _no_way_back(loss.tape, loss.index)
+
+
+def _no_way_back(tape: "Tape", index: int) -> Exception:
+    """Why there is no backward() through a value of a recording that has ended."""
+    if tape.overwritten is not None:
+        return written_too_early(tape.overwritten)
+    if tape.backward_at is not None and tape.engine.ways_back.is_open(tape, index) is False:
+        return freed()
+    return LoopError(
+        "backward() comes to a result of a model call after an optimizer's step, which has run: the parameters that the call was made with are gone, with which PyTorch would go "
+        "back (or raise an error, where the step changed what autograd saved). Call backward() before the step, call the model again, or add the losses and call backward() once"
+    )
+
+
+def freed() -> RuntimeError:
+    return RuntimeError(
+        "Trying to backward through the graph a second time: PyTorch has freed what the first backward() saved; say retain_graph=True there, call the model again, or add the "
+        "losses and call backward() once"
+    )
 
 
 def written_too_early(name: str) -> LoopError:
@@ -303,6 +361,8 @@ def run_on_values(func, args: tuple, kwargs: dict):
     """Let PyTorch run a function on values, which it may write into."""
     args, kwargs = managed.settled(args, kwargs)
     managed.prepare(func, args, kwargs)
+    if func in _SHOWS_GRAPH:
+        args, kwargs = trees.map_only(Promise, _value_in_graph, (args, kwargs))
     args, kwargs = managed.plain_while_capturing(func, *to_values(args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -316,20 +376,35 @@ def to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def _value(promise: Promise) -> Tensor:
     tape, index = promise.tape, promise.index
     value = tape.value(index)
-    if tape.overwritten is not None and torch.is_grad_enabled() and tape.values[index].requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
-            return typing.cast(Tensor, _WrittenTooEarly.apply(value.detach().requires_grad_(), tape.overwritten))
+    if (tape.overwritten is not None or index in tape.without_way_back) and torch.is_grad_enabled() and tape.values[index].requires_grad and not tape.is_eager:
+        return without_way_back(tape, index, value)
     return value
 
 
-class _WrittenTooEarly(torch.autograd.Function):
-    """A value of a recording that has no way back, since a parameter was written: what follows from it says so in backward."""
+def _value_in_graph(promise: Promise) -> Tensor:
+    """A value as autograd has it: one that requires a gradient has a node, also where no backward() can go through it any more."""
+    tape, index = promise.tape, promise.index
+    value = tape.value(index)
+    if tape.values[index].requires_grad and not tape.is_eager and not torch.is_inference_mode_enabled():
+        return without_way_back(tape, index, value)
+    return value
+
+
+def without_way_back(tape: "Tape", index: int, value: Tensor) -> Tensor:
+    """A value as a result of autograd through which no backward() goes."""
+    anchor = torch.empty(0, requires_grad=True)
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        return typing.cast(Tensor, _WithoutWayBack.apply(anchor, [value], tape, index))
+
+
+class _WithoutWayBack(torch.autograd.Function):
+    """Says in backward why there is no way back."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return value.view_as(value)
+    def forward(ctx, anchor: Tensor, held: list[Tensor], tape: "Tape", index: int) -> Tensor:
+        ctx.why = _no_way_back(tape, index)
+        return held[0].data  # no view, into which PyTorch would let nobody write
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        raise written_too_early(ctx.name)
+        raise ctx.why

@@ -144,7 +144,7 @@ class Region:
     def _check_unchanged(self) -> None:
         if self.tape.updates != self.engine.execution.updates:
             raise LoopError(
-                "backward() reaches a model call whose parameters an optimizer's step has changed since (PyTorch raises an error there, too): "
+                "backward() reaches a model call whose parameters an optimizer's step has changed since (PyTorch raises an error there, too, if autograd had saved one of them): "
                 "call the model again after the step, or backward() before it"
             )
         self.engine.by_pytorch.check_parameters_unchanged(self.tape)

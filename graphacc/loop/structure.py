@@ -47,6 +47,13 @@ class Structure:
                 table[name] = given
 
 
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """The buffers that a state_dict of a model has, under all their names, without running its hooks."""
+    modules = model.named_modules(remove_duplicate=False)
+    found = ((path, name, module) for path, module in modules for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
+    return {f"{path}.{name}" if path else name for path, name, module in found if name not in getattr(module, "_non_persistent_buffers_set", ())}
+
+
 def code_of(modules: Iterable[nn.Module]) -> tuple[tuple, tuple]:
     """The classes of modules, and what these do in a call: the loop may exchange both."""
     kinds = tuple(map(type, modules))

@@ -29,7 +29,7 @@ from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder,
 from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
 from graphacc.loop.managed import Handle, handle_of, same_bits, writes_by_name
-from graphacc.loop.promise import NotRecorded, Promise
+from graphacc.loop.promise import NotRecorded, Promise, freed
 from graphacc.loop.shared_memory import SharedMemory
 
 if typing.TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Tape:
         self.has_run = False  # a program gave the loss, the outputs and the gradients
         self.closed = False
         self.overwritten: str | None = None  # the parameter whose value was written before a backward
+        self.without_way_back: set[int] = set()  # values of before a step through which PyTorch could go back, and the programs cannot
         self.is_eager = False  # its values are ordinary results of PyTorch's autograd
         self.bucket: Bucket | None = None  # whose programs run it, padded
         self.region: Region | None = None  # that gave them, if it was not PyTorch
@@ -696,11 +697,8 @@ class Tape:
             raise LoopError("backward(): the loss does not depend on any parameter that requires grad")
         if fake.numel() != 1 and gradient is None:
             raise LoopError(f"backward() needs a scalar loss, got shape {list(fake.shape)}: reduce it with .mean() or .sum() first")
-        if self.backward_at is not None and loss.index == self.loss:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: PyTorch has freed what the first backward() of this loss saved; "
-                "say retain_graph=True there, or call the model again"
-            )
+        if self.backward_at is not None and (loss.index == self.loss or self.engine.ways_back.is_open(self, loss.index) is False):
+            raise freed()
         if self.backward_at is not None:
             raise NotRecorded("it is the second backward() of one recording")
         if gradient is not None or create_graph or retain_graph or inputs is not None:

@@ -23,6 +23,7 @@ class Written:
     tensors: tuple[str, ...] = ()  # results of the program
     others: dict[str, object] = dataclasses.field(default_factory=dict)  # plain values, the same in every call
     numbers: dict[str, Callable[[Values], int | float]] = dataclasses.field(default_factory=dict)  # computed anew in every call
+    values: Values = dataclasses.field(default_factory=dict)  # of the numbers that were inputs
     before: dict[str, object] = dataclasses.field(default_factory=dict)  # what was there when the call began
     held: tuple[Held, ...] = ()  # the Python state that it has read
     fills: bool = False  # whether it changes lists or dicts that it is given

@@ -18,7 +18,7 @@ from graphacc.runtime import checkpoint_files
 def run(model, optimizer, batches) -> list[float]:
     losses = []
     dropout = sum(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
-    with captured_once("checkpoints", type(model), dropout):
+    with captured_once("checkpoints", type(model), dropout, str(optimizer)):
         for batch in batches:
             loss = model(**batch).loss
             loss.backward()

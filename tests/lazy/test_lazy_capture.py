@@ -10,6 +10,7 @@ import sys
 import lazy_models
 import pytest
 import torch
+import torch.nn.functional as F
 from lazy_models import DepthSchedule, NumpySchedule, ReadsBatch
 from tolerances import assert_close
 from torch import nn
@@ -18,6 +19,7 @@ from training import assert_parity, compiled, train
 import graphacc
 from graphacc.capture import Batch, capture_forward, capture_joint
 from graphacc.capture.lazy import LAZY
+from graphacc.errors import CaptureError
 from graphacc.graph import Kind
 from graphacc.loop import fallback
 
@@ -349,3 +351,105 @@ def test_complex_numbers_as_pairs_can_be_permuted():
 
     (found,) = run(lambda x: (pairs(x),), x)
     assert_close(found, pairs(x))
+
+
+@torch.library.custom_op("graphacc_tests::rows_written", mutates_args=())
+def rows_written(x: torch.Tensor) -> torch.Tensor:
+    """Its code writes into tensors and views of its own."""
+    found, doubled = torch.zeros_like(x), x.clone()
+    found[0].add_(1)
+    found[:, 1:].copy_(x[:, :-1])
+    found.t()[0] = x.sum()
+    return found + doubled.mul_(2)
+
+
+@rows_written.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_writes_in_the_code_of_a_custom_operator():
+    x = torch.randn(3, 4)
+    (got,) = run(lambda x: [rows_written(x * 2) + rows_written(x.t()).t()], x)
+    assert_close(got, rows_written(x * 2) + rows_written(x.t().contiguous()).t())
+
+
+def test_ctc_loss():
+    log_probs, targets = torch.randn(12, 3, 6).log_softmax(2), torch.randint(1, 6, (3, 4))
+    lengths = torch.tensor([12, 10, 9]), torch.tensor([4, 2, 3])
+
+    @torch.enable_grad()
+    def loss_and_gradient(log_probs, *rest):
+        log_probs = log_probs.detach().requires_grad_()
+        loss = F.ctc_loss(log_probs, *rest)
+        return [loss.detach(), *torch.autograd.grad(loss, log_probs)]
+
+    for got, expected in zip(run(loss_and_gradient, log_probs, targets, *lengths), loss_and_gradient(log_probs, targets, *lengths), strict=True):
+        assert_close(got, expected)
+
+
+WITH_OPTIONS = {
+    "logit": (lambda x: torch.logit(x, eps=0.1), (3, 4)),
+    **{f"diagonal {dims}": (lambda x, dims=dims: x.diagonal(1, *dims) * 2.0, (3, 4, 5)) for dims in ((0, 1), (1, 0), (0, 2), (2, 1), (-2, -1))},
+    "diagonal written": (lambda x: _diagonal_written(x), (3, 4, 5)),
+    **{
+        f"{mode} by {scale}": (lambda x, mode=mode, scale=scale: F.interpolate(x, scale_factor=scale, mode=mode), (2, 3, 4, 4))
+        for mode in ("nearest", "bilinear")
+        for scale in (2, 1.7, 0.6)
+    },
+    "singular values": (torch.linalg.svdvals, (2, 3, 3)),
+    "spectrum": (lambda x: torch.fft.fft(x).abs(), (3, 4)),
+    "half a spectrum": (lambda x: torch.fft.ihfft(x).abs(), (3, 4)),  # of the shape of the one before torch_xla remembers
+}
+
+
+def _diagonal_written(x):
+    x = x.clone()
+    x.diagonal(0, 0, 1).mul_(2.0)
+    return x
+
+
+def test_options_that_torch_xla_ignores():
+    """Values and gradients."""
+
+    @torch.enable_grad()
+    def with_gradient(function, x):
+        x = x.detach().requires_grad_()
+        result = function(x)
+        weights = torch.arange(result.numel(), dtype=x.dtype, device=x.device).reshape(result.shape)
+        return [result.detach(), *torch.autograd.grad((result * weights).sum(), x)]
+
+    for name, (function, shape) in WITH_OPTIONS.items():
+        x = torch.randn(shape)
+        for got, expected in zip(run(lambda x, function=function: with_gradient(function, x), x), with_gradient(function, x), strict=True):
+            assert_close(got, expected, what=name)
+
+
+class Autocast(nn.Module):
+    """Its `tolist` is what torch.fx cannot follow where no answers are given."""
+
+    def __init__(self, enabled: bool = True):
+        super().__init__()
+        self.linear, self.enabled = nn.Linear(8, 8), enabled
+
+    def forward(self, x):
+        scale = torch.linspace(1.0, 0.5, 2).tolist()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            y = self.linear(x)
+        return y * scale[1]
+
+
+def test_autocast_in_the_model_is_refused():
+    with pytest.raises(CaptureError, match=r"(?s)y = self\.linear\(x\).*torch\.autocast.*no effect on lazy tensors"):
+        compiled(Autocast(), None, capture="lazy")(torch.randn(4, 8))
+    assert compiled(Autocast(enabled=False), None, capture="lazy")(torch.randn(4, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_pytorch_runs_a_model_that_lazy_tensors_would_run_without_autocast(around):
+    reference, x = Autocast(), torch.randn(4, 8)
+    model = compiled(copy.deepcopy(reference), "microbatches=2", devices=1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        got, expected = model(x), reference(x)
+    assert (got.dtype, expected.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(got, expected) and model._graphacc_engine.by_pytorch.counts

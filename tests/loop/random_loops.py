@@ -22,6 +22,12 @@ import graphacc
 ROWS, WIDTH, CLASSES = 8, 5, 3
 
 
+class Notes:
+    """An object of the user's that a forward writes to."""
+
+    last: torch.Tensor | None = None
+
+
 class Block(nn.Module):
     """A small network with attributes, a buffer and (sometimes) BatchNorm and a tied weight."""
 
@@ -34,8 +40,10 @@ class Block(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.extra = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.scale, self.twice, self.kept, self.tied, self.decides = 1.0, False, None, tied, False
+        self.count, self.heat, self.warms, self.cools, self.notes, self.noted = 0, 2.0, False, False, Notes(), False
 
     def forward(self, x, y=None):
+        self.count += 1
         if y is not None:
             if y.max() >= CLASSES:
                 raise ValueError("a label is too large")
@@ -46,6 +54,14 @@ class Block(nn.Module):
         hidden = self.drop(torch.tanh(self.norm(self.first(x)) * self.scale))
         if self.twice:
             hidden = hidden * 2
+        if self.warms:
+            hidden = hidden * min(1.0, self.count / 6)
+        if self.cools:
+            self.heat = max(1.0, self.heat * 0.9)
+            hidden = hidden / self.heat
+        if self.noted:
+            self.notes.last = hidden.detach().mean()
+            self.second.last = hidden.detach().sum()
         if self.decides:
             hidden = hidden + self.extra(hidden)
             if hidden.sum() > 0:
@@ -73,10 +89,11 @@ class Run:
     seen: list = dataclasses.field(default_factory=list)
     memory: dict = dataclasses.field(default_factory=dict)
     step: int = 0
+    draws: bool = False  # its batches from torch's own generator
 
 
 def batch(run: Run, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(run.step)
+    generator = None if run.draws else torch.Generator().manual_seed(run.step)
     return torch.randn(rows, WIDTH, generator=generator), torch.randint(CLASSES, (rows,), generator=generator)
 
 
@@ -299,6 +316,19 @@ def set_flag(run):
     run.model.twice = not run.model.twice
 
 
+def set_numbers(run):
+    name = ("warms", "cools", "noted")[run.step % 3]
+    setattr(run.model, name, not getattr(run.model, name))
+
+
+def look_at_numbers(run):
+    run.seen += [run.model.count, run.model.heat, *(x.item() for x in (run.model.notes.last, getattr(run.model.second, "last", None)) if x is not None)]
+
+
+def set_count(run):
+    run.model.count = run.step
+
+
 def freeze(run):
     run.model.first.requires_grad_(not run.model.first.weight.requires_grad)
 
@@ -494,7 +524,7 @@ def read_buffers(run):
     run.seen += [buffer.clone().sum().item() for buffer in run.model.buffers()]
 
 
-BEFORE = [nothing] * 4 + [set_scale, set_flag, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
+BEFORE = [nothing] * 4 + [set_scale, set_flag, set_numbers, set_numbers, look_at_numbers, set_count, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
 AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state, freeze]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
@@ -503,7 +533,7 @@ AFTER_BACKWARD = [nothing] * 4 + [
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers, use_view, use_view,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers, use_view, use_view, look_at_numbers, set_numbers,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [
@@ -520,7 +550,8 @@ def train(model: nn.Module, other: nn.Module, seed: int) -> list[float]:
     """The loop of a seed; returns what it looked at."""
     choose = random.Random(seed)
     make = choose.choice(OPTIMIZERS)
-    run = Run(model, other, make(model.parameters()), choose)
+    run = Run(model, other, make(model.parameters()), choose, draws=choose.random() < 0.5)
+    torch.manual_seed(seed)
     accumulate = choose.choice([1, 1, 1, 2])
     zero_first, to_none = choose.random() < 0.5, choose.random() < 0.8
     rows = [choose.choice([ROWS, ROWS, ROWS, 6]) for _ in range(2)]
@@ -549,7 +580,7 @@ def train(model: nn.Module, other: nn.Module, seed: int) -> list[float]:
             if not zero_first:
                 run.optimizer.zero_grad(set_to_none=to_none)
         run.seen.append(run.loss.item())
-    return [float(value) for value in [*run.seen, run.total]]
+    return [float(value) for value in [*run.seen, run.total, model.count, model.heat]]
 
 
 def build(seed: int) -> tuple[nn.Module, nn.Module]:

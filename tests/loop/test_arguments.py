@@ -81,7 +81,7 @@ def test_a_container_that_the_loop_keeps():
     """Of several steps; the nested one stays the same object."""
 
     def forward(self, x, found):
-        found["inner"].append(self.linear(x).mean())
+        found["inner"].append(self.linear(x).mean().detach())  # else the loop holds what PyTorch could still call backward() on after the step
         return self.linear(x) * len(found["inner"])
 
     def arguments():

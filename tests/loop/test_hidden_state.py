@@ -525,3 +525,34 @@ def test_modes_around_a_call(mode):
         return [*losses, float(Counting.products)]
 
     assert_equal(run)
+
+
+@pytest.mark.parametrize("strategy", ["dp=1", pytest.param("fsdp=8", marks=pytest.mark.matrix)])
+def test_a_forward_that_asks_whether_gradients_are_on(strategy):
+    """Also where its result is read before a backward, and where it is a region."""
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) * (2 if torch.is_grad_enabled() else 1)
+
+    reference = Asks()
+    model = graphacc.compile(copy.deepcopy(reference), strategy=strategy, cache_dir=None, fast_compile=True, devices=int(strategy[-1]))
+    x = torch.randn(8, 8)
+    for one in (reference, model):
+        found = [one(x).sum().item()]
+        with torch.no_grad():
+            found.append(one(x).sum().item())
+        loss = one(x).square().mean()
+        found.append(loss.item())
+        loss.backward()
+        found.append(one.linear.weight.grad.sum().item())
+        given = x.clone().requires_grad_()
+        one(given).square().mean().backward()
+        found.append(given.grad.sum().item())
+        if one is reference:
+            expected = found
+    assert found == pytest.approx(expected, rel=1e-4)

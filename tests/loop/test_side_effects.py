@@ -1,5 +1,6 @@
 """What a forward leaves behind besides its result: counters, attributes of objects, classes and tensors, what the model is made of, the memory of parameters."""
 
+import copy
 import warnings
 
 import pytest
@@ -155,12 +156,72 @@ def test_a_counter_is_compiled_once(devices):
     assert len(model.programs) <= 2
 
 
-def test_a_number_that_decides_is_a_constant():
-    def forward(self, x):
-        self.count += 1
-        return self.linear(x) * (1.0 if self.count % 3 else 2.0)
+def every_third(self, x):
+    self.count += 1
+    return self.linear(x) * (1.0 if self.count % 3 else 2.0)
 
-    assert_equal(of(forward, lambda model: [model.count]))
+
+def warm_up(self, x):
+    self.count += 1
+    return self.linear(x) * min(1.0, self.count / 4)
+
+
+def cools(self, x):
+    self.scale = max(1.0, self.scale * 0.8)
+    return torch.softmax(self.linear(x) / self.scale, -1)
+
+
+def branches(self, x):
+    self.count += 1
+    if self.count < 3:
+        return self.linear(x) * self.count
+    self.scale *= 0.9
+    return self.linear(x).tanh() if self.scale > 1.7 else self.linear(x)
+
+
+@pytest.mark.parametrize("forward", [every_third, warm_up, cools, branches], ids=lambda forward: forward.__name__)
+def test_what_numbers_decide_is_decided_again(forward):
+    model = assert_equal(of(forward, lambda model: [model.count, model.scale]), steps=9)
+    assert len(model.programs) <= 4
+
+
+def needs_the_value(self, x):
+    self.count += 1
+    return self.linear(x) + torch.arange(self.count).sum()
+
+
+def asks_for_the_type(self, x):
+    self.count += 1
+    return self.linear(x) * (2.0 if type(self.count) is int else 1.0)
+
+
+def as_text(self, x):
+    self.count += 1
+    self.kind = f"step {self.count}"
+    return self.linear(x)
+
+
+def in_a_container(self, x):
+    self.count += 1
+    return self.linear(x) * (2.0 if self.count in {2, 4} else 1.0), self.count
+
+
+@pytest.mark.parametrize("forward", [needs_the_value, asks_for_the_type, as_text], ids=lambda forward: forward.__name__)
+def test_numbers_whose_values_are_needed(forward):
+    """Each value has a program of its own, and after some of them PyTorch runs the model."""
+    cls = of(forward, lambda model: [model.count, model.kind])
+    assert_equal(cls, steps=4)
+    model = assert_equal(cls, steps=14, by_pytorch=True)
+    assert len(model.programs) < 14 and any("the number model.count in every call" in why for why in model._graphacc_engine.by_pytorch.counts)
+
+
+def test_numbers_that_are_returned_or_looked_up():
+    class Both(of(in_a_container)):
+        def forward(self, x):
+            y, count = super().forward(x)
+            return y + count
+
+    assert_equal(Both)
 
 
 def test_numbers_depend_on_the_arguments():
@@ -199,6 +260,69 @@ def test_a_number_in_the_loss_is_compiled_once_where_the_loss_is_read_early():
         optimizer.step()
         optimizer.zero_grad()
     assert len([program for program in model.programs if program.kind == "grad"]) <= 2
+
+
+FACTOR = 1.0
+
+
+def of_an_object(self, x):
+    return self.linear(x) * self.holder.count + HELD.count
+
+
+def of_a_variable(self, x):
+    return self.linear(x) * FACTOR
+
+
+def decided_by_an_object(self, x):
+    return self.linear(x) * (1.0 if HELD.count < 3 else self.holder.count)
+
+
+def written_to_an_object(self, x):
+    self.holder.count += 1
+    return self.linear(x) * self.holder.count + HELD.count
+
+
+def change_outside(model, step):
+    global FACTOR
+    FACTOR = 1.0 + 0.1 * (step % 7)
+    HELD.count, model.holder.count = step, step + 2
+
+
+@pytest.mark.parametrize("forward", [of_an_object, of_a_variable, decided_by_an_object, written_to_an_object], ids=lambda forward: forward.__name__)
+def test_numbers_of_objects_and_variables(forward):
+    """Two objects of one class have different ones."""
+    cls = of(forward, lambda model: [model.holder.count, HELD.count, FACTOR])
+    model = assert_equal(cls, between=change_outside, steps=8, by_pytorch=forward is written_to_an_object)
+    assert len(model.programs) <= 4
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.model.scale, None
+
+
+def in_its_backward(self, x):
+    return Scaled.apply(self.linear(x), self) * self.scale
+
+
+def in_a_hook(self, x):
+    y = self.linear(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * self.count)
+    self.count += 1
+    return y.tanh()
+
+
+@pytest.mark.parametrize("forward", [in_its_backward, in_a_hook], ids=lambda forward: forward.__name__)
+def test_numbers_that_a_backward_reads(forward):
+    """They are no inputs of it."""
+    assert_equal(of(forward, lambda model: [model.count]), between=lambda model, step: setattr(model, "scale", 1.0 + step), by_pytorch=True)
 
 
 # ---- objects, classes and tensors
@@ -388,3 +512,34 @@ def test_views_that_a_model_returns_are_the_memory_of_its_parameters():
         model = Returns()
         results.append(run(compiled(model, None) if compile_it else model))
     assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+# ---- models of one class, and their hooks
+
+
+def test_an_ensemble_of_compiled_models():
+    """Models of one class stay of one type, and can be stacked."""
+
+    def run(compile_it):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh()) for _ in range(3)]
+        models = [compiled(model, None) for model in models] if compile_it else models
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(X).pow(2).mean().backward()
+            optimizer.step()
+        parameters, buffers = torch.func.stack_module_state(models)
+        base = copy.deepcopy(models[0]).to("meta")
+        return torch.func.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (X,)))(parameters, buffers)
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+def test_to_compile_runs_no_state_dict_hooks():
+    model, ran = nn.Sequential(nn.BatchNorm1d(4)), []
+    model[0].register_buffer("own", torch.ones(()), persistent=False)
+    model[0].register_state_dict_pre_hook(lambda *args: ran.append("before"))
+    model._register_state_dict_hook(lambda *args: ran.append("after"))
+    compiled(model, None)
+    assert not ran
+    assert "0.own" not in model.state_dict() and ran == ["before", "after"]

@@ -10,6 +10,7 @@ torch_xla records most operators by itself. The mode here sees each one first, a
 - answers a question for a value that no input of the step has a part in, and refuses any other.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -22,7 +23,7 @@ from graphacc.capture.decompositions import decompositions
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.rewrites import Rewrites
 from graphacc.capture.lazy.whole import WholeCalls
-from graphacc.capture.lazy.written_out import is_wrong, written_out
+from graphacc.capture.lazy.written_out import is_wrong, written_out, written_out_where_wrong
 from graphacc.capture.randomness import Streams
 from graphacc.errors import CaptureError
 from graphacc.hlo import Draw
@@ -95,8 +96,9 @@ class LazyMode(TorchDispatchMode):
         elif func in written_out() or not _has_form(func) or is_wrong(func, args, kwargs):
             result = self._without_form(func, args, kwargs, given)
         elif (body := _body(func)) is not None:
-            with self, Rewrites():
-                result = body(*args, **kwargs)
+            with self, Rewrites(), _functionalizing():
+                result = body(*pytree.tree_map_only(Tensor, _functional, args), **pytree.tree_map_only(Tensor, _functional, kwargs))
+                pytree.tree_map_only(Tensor, _synced, result)
         else:
             try:
                 result = _record(func, _promoted(func, args, given), kwargs)
@@ -164,7 +166,7 @@ class LazyMode(TorchDispatchMode):
 
     def _without_form(self, func, args: tuple, kwargs: dict, given: list[Tensor]) -> object:
         """An operator that torch_xla would compute on the host, or otherwise than torch: written in others, or on known values."""
-        function = written_out().get(func) or decompositions().get(func) or decomposition(func)
+        function = written_out().get(func) or written_out_where_wrong().get(func) or decompositions().get(func) or decomposition(func)
         if function is not None:
             with self:
                 result = function(*args, **kwargs)
@@ -241,6 +243,24 @@ def _body(func):
     return None if func.namespace in _BUILT_IN or func._schema.is_mutable else python_body(func)
 
 
+@contextlib.contextmanager
+def _functionalizing():
+    """Writes into tensors are followed, as in code of the model, also where an operator is being recorded."""
+    key = torch._C.DispatchKey.Functionalize
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def _synced(tensor: Tensor) -> None:
+    """Take what was written into views of a tensor into its own value."""
+    if tensor.device.type == xla.DEVICE and not _is_inner(tensor):
+        torch._sync(tensor)
+
+
 def _has_form(func) -> bool:
     if func.namespace not in _BUILT_IN:
         return True  # a custom operator
@@ -288,6 +308,4 @@ def _inner(tensor: Tensor) -> Tensor:
 
 def _functional(tensor: Tensor) -> Tensor:
     """A lazy tensor with that wrapper: without it a write into a view of the tensor would be lost, silently."""
-    if tensor.device.type != xla.DEVICE or torch._is_functional_tensor(tensor):
-        return tensor
-    return torch._to_functional_tensor(tensor)
+    return torch._to_functional_tensor(tensor) if _is_inner(tensor) else tensor

@@ -5,6 +5,8 @@
 - Products of batches with several batch dims, such as [B, H, T, D] with [B, H, D, S], become ``torch.einsum``. ``torch.matmul``
   merges the batch dims before its operator is recorded; XLA's partitioner cannot follow that where two of them are split (the batch over
   dp, the heads over tp) and gathers the tensors. ``torch.einsum`` is recorded as one HLO product with several batch dims.
+
+What the model does under ``torch.autocast`` for the CPU or CUDA is refused.
 """
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphacc.capture.diagnose import AutocastIgnored
 from graphacc.capture.lazy.xla import DEVICE
 from graphacc.errors import CaptureError
 
@@ -29,6 +32,7 @@ class Rewrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        _check_autocast()
         if func is Tensor.cpu and _is_lazy(args[0]):
             return args[0]
         if func is Tensor.to and _is_lazy(args[0]):
@@ -41,6 +45,11 @@ class Rewrites(TorchFunctionMode):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
             return torch.einsum(f"{batch}xy,{batch}yz->{batch}xz", *args)
         return func(*args, **kwargs)
+
+
+def _check_autocast() -> None:
+    if device := next((device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)), None):
+        raise AutocastIgnored(f"torch.autocast({device!r})")
 
 
 def _drops(input: object, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

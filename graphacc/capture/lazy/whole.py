@@ -97,7 +97,7 @@ class WholeCalls:
         """Record an operator that has a rule in `graphacc.lowering`; NotImplemented where it has none."""
         if find(func) is None or func._schema.is_mutable or func.namespace == "graphacc":
             return NotImplemented
-        recorded = iter(self._record(func, args, annotation().get("module_path", ""), kwargs))
+        recorded = iter([_with_shape(x) for x in self._record(func, args, annotation().get("module_path", ""), kwargs)])
         return pytree.tree_map_only(Tensor, lambda _: next(recorded), described(func, args, kwargs))
 
     def _record(self, func, args: tuple, module: str, kwargs: Mapping[str, object] = MappingProxyType({})) -> list[Tensor]:
@@ -114,6 +114,11 @@ class WholeCalls:
             )
         )
         return xla.custom_call(operands, WHOLE_CALL, results, str(len(self.calls) - 1))
+
+
+def _with_shape(x: Tensor) -> Tensor:
+    """The result of a custom call as a node that is told from the one of another call with the same operands: torch_xla remembers shapes of what follows by that."""
+    return torch.view_copy(x, x.shape)
 
 
 def _fixed(argument: object) -> object:

@@ -29,6 +29,8 @@ _BY_DECOMPOSITION = (
     aten.norm.ScalarOpt_dim,
     aten.norm.ScalarOpt_dtype,
     aten.norm.ScalarOpt_dim_dtype,
+    aten.logit.default,  # torch_xla does not clamp to [eps, 1 - eps]
+    aten.logit_backward.default,
 )
 
 
@@ -43,8 +45,20 @@ def written_out() -> dict[torch._ops.OpOverload, Callable]:
         aten.histc.default: _histc,
         aten.count_nonzero.default: _count_nonzero,  # torch_xla records the shape of the whole tensor
         aten.count_nonzero.dim_IntList: _count_nonzero,
+        aten.diagonal_backward.default: decomposition(aten.diagonal_backward.default),  # by diagonal_scatter, see `is_wrong`
         aten._chunk_cat.default: decomposition(aten._chunk_cat.default),  # torch's own form resizes, which is lost
         aten.linalg_inv_ex.default: _by_rule,  # torch_xla's `info` has another shape
+    }
+
+
+@functools.cache
+def written_out_where_wrong() -> dict[torch._ops.OpOverload, Callable]:
+    """The same for those that torch_xla gets wrong for some arguments (see `is_wrong`)."""
+    return {
+        aten.diagonal.default: _diagonal,
+        aten.diagonal_copy.default: _diagonal,
+        aten.diagonal_scatter.default: _diagonal_scatter,
+        aten.abs.default: _by_rule,
     }
 
 
@@ -53,7 +67,10 @@ _AVG_POOLS = frozenset(
 )
 _ADAPTIVE = frozenset({aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default})
 _NLL_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss_backward.default})
-_NEAREST = frozenset({aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default})
+_RESAMPLED = frozenset(
+    {aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d.default, aten.upsample_bilinear2d_backward.default}
+)
+_DIAGONALS = frozenset({aten.diagonal.default, aten.diagonal_copy.default, aten.diagonal_scatter.default})
 _ADAPTIVE_BACKWARD = {aten._adaptive_avg_pool2d_backward.default: 2, aten._adaptive_avg_pool3d_backward.default: 3}
 
 
@@ -61,10 +78,11 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     """Whether torch_xla's own form of an operator gives another result than torch for these arguments.
 
     It knows no divisor and no uneven last window of average pooling, pools to sizes that do not divide to wrong shapes, and is wrong about
-    enlargement by fractions and distances of order 0 and infinity, and broadcasts no batches of distances. The loss of one sample without a batch ends the process.
+    enlargement by fractions and distances of order 0 and infinity, broadcasts no batches of distances, drops the batch dims of singular values,
+    knows diagonals of the last two dims alone, and calls absolute values of complex numbers complex. The loss of one sample without a batch ends the process.
     """
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    if func in _NEAREST:
+    if func in _RESAMPLED:
         return any(scale is not None and scale != int(scale) for scale in (given.get("scales_h"), given.get("scales_w")))
     if func in _AVG_POOLS:
         return bool(given.get("ceil_mode")) or given.get("divisor_override") is not None
@@ -75,6 +93,13 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
         return any(size % max(out, 1) for size, out in zip(args[1].shape[-dims:], args[0].shape[-dims:]))
     if func is aten._cdist_forward.default:
         return args[0].shape[:-2] != args[1].shape[:-2]
+    if func is aten.abs.default:
+        return args[0].is_complex()
+    if func is aten._linalg_svd.default:
+        return args[0].dim() > 2
+    if func in _DIAGONALS:
+        rank = args[0].dim()
+        return (given.get("dim1", 0) % rank, given.get("dim2", 1) % rank) != (rank - 2, rank - 1)
     if func in _NLL_LOSSES:
         return given["self"].dim() == 1
     return func is aten._pdist_forward.default and given.get("p", 2.0) in (0.0, math.inf)
@@ -82,6 +107,22 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
 
 def _count_nonzero(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     return (x != 0).sum(dim) if dim is not None else (x != 0).sum()
+
+
+def _with_last(x: Tensor, dim1: int, dim2: int) -> list[int]:
+    """The order of dims in which these two come last."""
+    dim1, dim2 = dim1 % x.dim(), dim2 % x.dim()
+    return [dim for dim in range(x.dim()) if dim not in (dim1, dim2)] + [dim1, dim2]
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    return x.permute(_with_last(x, dim1, dim2)).diagonal(offset, -2, -1)
+
+
+def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    order = _with_last(x, dim1, dim2)
+    result = x.permute(order).diagonal_scatter(src, offset, -2, -1)
+    return result.permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _by_rule(*args, **kwargs):
