@@ -167,7 +167,7 @@ class Guards:
             CaptureError: one is; from then on `too_many` says so.
         """
         for label in written:
-            if len(self._values_of[label]) > MAX_REWRITTEN:
+            if len(self._values_of.get(label, ())) > MAX_REWRITTEN:
                 self.too_many = (
                     f"the forward changes the number {label} in every call, and needs its value, so that each would need a program of its own "
                     f"({MAX_REWRITTEN} were compiled): use it in arithmetic and comparisons alone, or make it a buffer"

@@ -34,6 +34,7 @@ def refusal(model: nn.Module) -> str:
     return str(caught.value)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch.fx follows it")
 def test_inference_mode_is_named():
     said = refusal(Inference())
     assert "operation: torch.inference_mode()" in said and "write torch.no_grad() in its place" in said and "self.linear(x)" in said
