@@ -167,7 +167,8 @@ class Engine:
             if swapped := self.swapped():
                 return self.by_pytorch.call(original, args, kwargs, swapped)
             function = self._function()
-            why, wanted = self.guards.too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
+            too_many = self.guards.too_many if self.options.capture == "auto" else None
+            why, wanted = too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None  # what is refused may have parts that are not
             if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
                 return self.by_pytorch.call(original, args, kwargs, why)

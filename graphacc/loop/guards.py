@@ -44,6 +44,8 @@ _REFLECTION = {"vars", "dir", "getattr", "__dict__"}
 _REGISTER = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_prehook"}
 MAX_REWRITTEN = 8
 """Changes of a variable's tensor, each of which is another capture."""
+MAX_STREAK = 16
+"""Calls in a row, each with a new value of what is a constant of a program."""
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
 _SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
@@ -69,6 +71,9 @@ class Guards:
         self.asked = Asked()
         self.too_many: str | None = None  # why the model is left to PyTorch: a number with ever new values
         self._values_of: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label of a number that is a constant -> its different values
+        self._streaks: dict[str, tuple[int, int]] = {}  # label -> when its value changed last, and how often in a row of calls
+        self._num_checks = 0
+        self._different: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label -> some of its different values
         self._asks_for_types = False  # whether code that was followed asks for the type of something, which a number would not have
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[object, str]] = {}  # label -> the module, another object or the variables of a file, and the name in it
@@ -106,6 +111,7 @@ class Guards:
 
     def token(self) -> tuple[int, list[str]]:
         """A number that is equal where all that was read is, and what changed since the last time."""
+        self._num_checks += 1
         for label in [label for label, kind in self.numbers.items() if type(self._value(label)) is not kind]:
             self.fix(label)
         if all(place.unchanged() for place in self._places.values()):
@@ -120,13 +126,30 @@ class Guards:
                 label = self._label_of(place, name)
                 if label in self.fixed or self._asks_for_types:
                     self._values_of[label].add(after)
+                    self._note_streak(label, after)
                     continue
                 self.numbers[label] = kind
                 self._numbers_at[id(place.owner), name] = label
                 place.drop(name)
+            else:
+                self._note_streak(f"{place.label}.{name}", after)
         key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
         self._token = self._keys.setdefault(key, len(self._keys) + 1)
         return self._token, [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
+
+    def _note_streak(self, label: str, value: Hashable) -> None:
+        """What is a constant of programs has another value; if it has a new one at every call, the model is left to PyTorch."""
+        last, length = self._streaks.get(label, (0, 0))
+        length = length + 1 if self._num_checks - last <= 2 else 1
+        self._streaks[label] = self._num_checks, length
+        different = self._different[label]
+        if len(different) <= MAX_STREAK:
+            different.add(value)
+        if self.has_inputs and length > MAX_STREAK and len(different) > MAX_STREAK:
+            self.too_many = (
+                f"the forward reads {label}, which has another value at every call, and each needs a program of its own ({MAX_STREAK} were compiled): pass it as a tensor, or, "
+                "if it is a number, keep it in an attribute of a module or of an object of a class of your own"
+            )
 
     def fix(self, label: str) -> None:
         """A number cannot be an input: every value of it needs a program of its own."""

@@ -1,6 +1,7 @@
 """What a forward leaves behind besides its result: counters, attributes of objects, classes and tensors, what the model is made of, the memory of parameters."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -294,6 +295,25 @@ def test_numbers_of_objects_and_variables(forward):
     cls = of(forward, lambda model: [model.holder.count, HELD.count, FACTOR])
     model = assert_equal(cls, between=change_outside, steps=8, by_pytorch=forward is written_to_an_object)
     assert len(model.programs) <= 4
+
+
+def test_a_constant_that_changes_at_every_call_is_left_to_pytorch():
+    """One that goes to and fro is not."""
+    settings = types.SimpleNamespace(factor=1.0)
+
+    def forward(self, x):
+        return self.linear(x) * settings.factor
+
+    def schedule(model, step):
+        settings.factor = 1.0 if step == STEPS - 1 else 1.0 + 0.01 * step
+
+    model = assert_equal(of(forward), between=schedule, steps=STEPS, by_pytorch=True)
+    assert len(model.programs) < STEPS and any("another value at every call" in why for why in model._graphacc_engine.by_pytorch.counts)
+    settings.factor = 1.0
+    assert len(assert_equal(of(forward), between=lambda model, step: setattr(settings, "factor", 1.0 + (step + 1) % 2), steps=STEPS).programs) < 5
+
+
+STEPS = 22
 
 
 class Scaled(torch.autograd.Function):
