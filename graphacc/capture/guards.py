@@ -87,6 +87,27 @@ def written_once(model: nn.Module) -> Iterator[None]:
         )
 
 
+class RunsTwice(CaptureError):
+    """PyTorch runs a part of the model twice, which neither a program of the model nor one of the part does."""
+
+
+@contextlib.contextmanager
+def counts_nothing(model: nn.Module) -> Iterator[None]:
+    """Refuse a function that is checkpointed and writes numbers of modules, which plain torch's second run finds as the first has left them.
+
+    Raises:
+        RunsTwice: it does.
+    """
+    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    yield
+    for name, module, held in before if torch.is_grad_enabled() else ():
+        if changed := [key for key, value in vars(module).items() if isinstance(value, (int, float, str)) and value is not held.get(key)]:
+            raise RunsTwice(
+                f"a function given to torch.utils.checkpoint writes {f'{name}.' if name else ''}{changed[0]}: plain PyTorch runs it again in backward, with what the first run "
+                "has left, and a captured step runs it once; keep what counts out of the checkpointed part"
+            )
+
+
 @contextlib.contextmanager
 def no_python_randomness() -> Iterator[None]:
     """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
-from graphacc.capture.guards import no_python_randomness
+from graphacc.capture.guards import RunsTwice, no_python_randomness
 from graphacc.capture.numbers import NeedsNumber, Number, function_of, refuse_in
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
@@ -127,6 +127,7 @@ class Engine:
         self.guards = Guards(model)
         self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
+        self._whole: set[ModelCall] = set()  # refused, and no part of them is compiled either
         self.written = Written()  # by the call of the model that has run on fake tensors last
         self.verifier = Verifier(self)
         self.islands = Islands(self)
@@ -169,7 +170,7 @@ class Engine:
             function = self._function()
             too_many = self.guards.too_many if self.options.capture == "auto" else None
             why, wanted = too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
-            in_parts = why is not None  # what is refused may have parts that are not
+            in_parts = why is not None and function not in self._whole  # what is refused may have parts that are not
             if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
                 return self.by_pytorch.call(original, args, kwargs, why)
             if why is None and wanted is not None:
@@ -185,7 +186,9 @@ class Engine:
                     if self.options.capture != "auto":
                         raise
                     why = self._refused[function] = explanation(error)
-                in_parts = True
+                    if isinstance(error, RunsTwice):
+                        self._whole.add(function)
+                in_parts = function not in self._whole
             return self.by_pytorch.call(original, args, kwargs, why, in_parts)
 
     def call_part(self, path: str, args: tuple, kwargs: dict):

@@ -14,6 +14,7 @@ from graphacc.capture import objects
 from graphacc.capture.borrow import Tags, TensorsNow, structure_kept, substitute
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
+from graphacc.capture.guards import counts_nothing
 from graphacc.capture.lazy import infer_call
 from graphacc.capture.randomness import DrawsNoted
 from graphacc.capture.source import calling_line
@@ -80,7 +81,7 @@ class Fakes:
         """
         packed = "position_ids" in kwargs
         substitute(self.model, {id(handle.tensor): self._of_handle(handle) for handle in self.handles.values()})
-        branches, answers = decided_branches(packed_sequences=packed), recorder or contextlib.nullcontext()
+        branches, answers = decided_branches(packed_sequences=packed, checkpointed=lambda policy: counts_nothing(self.model)), recorder or contextlib.nullcontext()
         writes = _Writes({name: self._of_handle(handle) for name, handle in self.handles.items() if handle.kind is Kind.PARAM})
         memory, kept = [(name, fake, memory_of(fake)) for name, fake in self.of_buffers()], structure_kept(self.model)
         tags = Tags(leaf for leaf in (*pytree.tree_leaves((args, kwargs)), *map(self._of_handle, self.handles.values())) if isinstance(leaf, Tensor))

@@ -345,6 +345,36 @@ def test_numbers_that_a_backward_reads(forward):
     assert_equal(of(forward, lambda model: [model.count]), between=lambda model, step: setattr(model, "scale", 1.0 + step), by_pytorch=True)
 
 
+def test_a_checkpointed_part_that_counts_counts_twice():
+    """As in PyTorch, whose second run finds the number as the first has left it."""
+
+    def part(self, x):
+        self.count += 1
+        return self.linear(x) * (1 + self.count / 10)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(part, self, x, use_reentrant=False)
+
+    assert_equal(of(forward, lambda model: [model.count]), by_pytorch=True)
+
+    class Child(Model):
+        def forward(self, x):
+            return part(self, x)
+
+    class Parent(Model):
+        def __init__(self):
+            super().__init__()
+            self.child = Child()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.child, x, use_reentrant=False)
+
+        def seen(self):
+            return [self.child.count]
+
+    assert_equal(Parent, by_pytorch=True)
+
+
 # ---- objects, classes and tensors
 
 

@@ -13,6 +13,7 @@ from graphacc.capture.attention import whole_attention
 from graphacc.capture.borrow import Tags, borrowed, structure_kept
 from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
+from graphacc.capture.guards import counts_nothing
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.dispatch import LazyMode
 from graphacc.capture.lazy.rewrites import Rewrites
@@ -56,7 +57,7 @@ def infer_call(
         key = xla.placeholder(KEY.shape, KEY.dtype)
         for context in (borrowed(model), compiling(), whole_attention(), WrittenOut()):
             stack.enter_context(context)
-        stack.enter_context(decided_branches(packed_sequences="position_ids" in kwargs))
+        stack.enter_context(decided_branches(packed_sequences="position_ids" in kwargs, checkpointed=lambda policy: counts_nothing(model)))
         stack.enter_context(LazyMode([*lazy.values(), key], key))
         stack.enter_context(Rewrites())
         stack.enter_context(watching)
