@@ -20,10 +20,15 @@ BatchDims = Mapping[str, int | None]
 
 
 def default_batch_dims(step: StepGraph | HloStep) -> dict[str, int | None]:
-    """Dim 0 of every batch input whose dim 0 has the batch size, that of the first input with a dim."""
+    """Dim 0 of every batch input whose dim 0 has the batch size: that of the first argument with a dim, or else of the first input with one."""
     shapes = {item.target: item.shape for item in step.inputs if item.kind is Kind.BATCH}
-    size = next((shape[0] for shape in shapes.values() if shape), None)
+    size = next((shape[0] for _, shape in sorted(shapes.items(), key=lambda each: not is_argument(each[0])) if shape), None)
     return {target: 0 if shape and shape[0] == size else None for target, shape in shapes.items()}
+
+
+def is_argument(target: str) -> bool:
+    """Whether a batch input is an argument of a call, and not what a module holds: ``model.args[0]``, ``kwargs['x']``."""
+    return "args[" in target
 
 
 def check_batch(step: StepGraph | HloStep, batch_dims: BatchDims) -> None:

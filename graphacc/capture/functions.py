@@ -221,6 +221,11 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
+def _no_sparse_tensors(*args, **kwargs):
+    """Raise CaptureError; on fake tensors that require a gradient torch itself would end the process (2.9)."""
+    raise CaptureError("the code makes a sparse tensor, which a compiled program does not have: use the dense one (.to_dense()), or make it outside of the model's parts that are to be compiled")
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -236,4 +241,6 @@ _WRITTEN_OUT = {
     torch.lstm: lstm,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
+    **{getattr(Tensor, name): _no_sparse_tensors for name in ("to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "sparse_mask")},
+    **{getattr(torch, f"sparse_{kind}_tensor"): _no_sparse_tensors for kind in ("coo", "csr", "csc", "bsr", "bsc", "compressed")},
 }

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -409,8 +410,17 @@ def _eager_step(optimizer: Optimizer, member: Member, value: Tensor, grad: Tenso
     return _Step(parameter.detach(), recorded.first, double.state[parameter])
 
 
+_kinds: weakref.WeakKeyDictionary[Optimizer, dict[str, type]] = weakref.WeakKeyDictionary()
+
+
+def kind_of_state(optimizer: Optimizer, key: str) -> type | None:
+    """The type of what the optimizer keeps under a name, where a capture has seen it."""
+    return _kinds.get(optimizer, {}).get(key)
+
+
 def _tensors(optimizer: Optimizer, state: dict) -> dict[str, Tensor]:
     """State values as tensors; None entries are dropped, as an optimizer treats them like absent ones."""
+    _kinds.setdefault(optimizer, {}).update({key: type(value) for key, value in state.items() if value is not None})
     return {key: _as_tensor(optimizer, key, value) for key, value in state.items() if value is not None}
 
 

@@ -30,6 +30,17 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.cache
+def asks_for_types(code: types.CodeType) -> bool:
+    """Whether a function's code, or that of a function inside it, uses `type` for something else than ``type(self)``."""
+    found = [instruction for instruction in dis.get_instructions(code) if instruction.opname not in ("PUSH_NULL", "PRECALL", "CACHE")]
+    for instruction, argument, call in zip(found, (*found[1:], None), (*found[2:], None, None)):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type":
+            if argument is None or call is None or argument.argval != "self" or call.opname not in ("CALL", "CALL_FUNCTION"):
+                return True
+    return any(asks_for_types(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+
+
+@functools.cache
 def texts_of(code: types.CodeType) -> frozenset[str]:
     """The names and texts in a function's code, and in that of functions inside it."""
     inside = [texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]

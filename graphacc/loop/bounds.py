@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from graphacc.errors import BatchIndexError
+from graphacc.errors import BatchIndexError, LoopError
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.decisions import Operation, Slot
@@ -45,6 +45,20 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
+class NonZero(Range):
+    """What the divisors of integers have to be."""
+
+    low: int = 0
+    high: int = 0
+
+    def allows(self, value: object) -> bool:
+        return value != 0
+
+    def violation(self, index: Tensor) -> int | None:
+        return 0 if bool((index == 0).any()) else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """An index that recorded code uses, and what it has to be in."""
 
@@ -56,7 +70,12 @@ class Bound:
     every_call: bool  # whether other batches may break it, and computing it costs little
     source: "External | None"  # whose elements the index has, some or all of them
 
-    def error(self, value: int) -> BatchIndexError:
+    def error(self, value: int) -> BatchIndexError | LoopError:
+        if isinstance(self.range, NonZero):
+            return LoopError(
+                f"{self.function}: ZeroDivisionError: integers are divided by 0, which follows from the batch.{chr(10) + '  ' + self.line if self.line else ''}\n"
+                "  remedy: correct the batch, or divide by a clamped number. Nothing has been computed with this batch."
+            )
         ignored = "" if self.range.ignored is None else f" (or ignore_index={self.range.ignored})"
         return BatchIndexError(
             f"{self.function}: the index {value} in the batch is out of range: it has to be at least {self.range.low} and less than {self.range.high}{ignored}."
@@ -80,10 +99,17 @@ _ALONG_DIM = {"gather", "scatter", "scatter_add", "scatter_reduce", "index_selec
 """Operators with arguments (self, dim, index, ...), which take no negative index."""
 
 
+_DIVISIONS = {"div", "floor_divide", "remainder", "fmod"}
+
+
 def indices_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[tuple[Tensor, Range]]:
     """The indices among the arguments of an operator, and what they have to be in."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
-    if name in ("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"):
+    if name in _DIVISIONS:
+        integers = all(isinstance(arg, int) or (isinstance(arg, Tensor) and not arg.is_floating_point() and not arg.is_complex()) for arg in args[:2])
+        if integers and isinstance(args[1], Tensor) and (name != "div" or kwargs.get("rounding_mode")):
+            yield args[1], NonZero()
+    elif name in ("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"):
         scores, target = args[:2]
         ignored = None if name == "multi_margin_loss" else args[4]
         yield target, Range(0, scores.shape[min(1, scores.dim() - 1)], ignored)

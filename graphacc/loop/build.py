@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from graphacc import hlo
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import Backend, Batch, capture_forward, capture_gradients, capture_joint, capture_update, capture_vjp, stitch
-from graphacc.errors import LoopError, StrategyError
+from graphacc.capture.diagnose import Passing
+from graphacc.errors import CaptureError, LoopError, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.managed import Handle
@@ -99,14 +100,49 @@ def joint_graph(
 
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         env: dict[int, Tensor] = {}
-        tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
+        try:
+            tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
+        except Exception as error:
+            if not isinstance(error, Passing) and (cut := _to_be_cut(tape, env)):
+                raise _Uncut(cut) from error
+            raise
         loss = env[tape.loss] if microbatches == 1 else env[tape.loss] / microbatches
         return loss, [env[i] for i in outputs]
 
-    batch = batch_of(tape, tape.forward_calls)
-    leaves = tuple(microbatch(leaf, tape, microbatches, 0) for leaf in batch.leaves)
-    batch = dataclasses.replace(batch, leaves=leaves)
-    return _renumber(capture_joint(model, forward, batch, precision=precision, backend=backend), outputs)
+    whole = batch_of(tape, tape.forward_calls)
+    while True:
+        leaves = tuple(microbatch(leaf, tape, index, microbatches, 0) for index, leaf in enumerate(whole.leaves))
+        try:
+            return _renumber(capture_joint(model, forward, dataclasses.replace(whole, leaves=leaves), precision=precision, backend=backend), outputs)
+        except _Uncut as found:
+            tape.engine.cut[tape.forward_key] = tape.engine.cut.get(tape.forward_key, frozenset()) | found.externals
+        except CaptureError as error:
+            uncut = [f"{path!r} {list(leaf.shape)}" for index, (path, leaf) in enumerate(zip(whole.paths, whole.leaves)) if leaf.dim() and _microbatch_dim(tape, index, microbatches) is None]
+            if microbatches > 1 and uncut:
+                error.add_note(
+                    f"microbatches={microbatches} cut the batch, and leave {', '.join(uncut)} whole: if the rows of each example stand together in one of them, say so by "
+                    "graphacc.compile(..., batch_dims={its name: 0}), or flatten it by .view(-1) or .flatten() of a tensor with the batch in dim 0"
+                )
+            raise
+
+
+class _Uncut(Passing):
+    """Tensors from outside, by their numbers, that have to be cut into microbatches, too."""
+
+    def __init__(self, externals: frozenset[int]):
+        super().__init__(f"microbatches of {sorted(externals)}")
+        self.externals = externals
+
+
+def _to_be_cut(tape: Tape, env: Mapping[int, Tensor]) -> frozenset[int]:
+    """After a replay that failed: what of the tensors with the size of the batch the failing call was given whole, or else what earlier ones were."""
+    calls = tape.forward_calls
+    failed = next((place for place, call in enumerate(calls) if not env.keys() >= set(call.results)), len(calls))
+    left = tape.loose - tape.engine.cut.get(tape.forward_key, frozenset())
+    for group in (calls[failed : failed + 1], calls[:failed]):
+        if found := left.intersection(index for call in group for index in call.externals):
+            return frozenset(found)
+    return frozenset()
 
 
 def forward_graph(
@@ -166,32 +202,40 @@ def accumulating(joint: Step) -> Step:
     return step
 
 
-def microbatch(tensor: Tensor, tape: Tape, count: int, index: int) -> Tensor:
-    """Part `index` of `count` of a batch tensor, along its batch dim; a tensor without one stays whole.
+def microbatch(tensor: Tensor, tape: Tape, external: int, count: int, part: int) -> Tensor:
+    """Part `part` of `count` of a batch tensor, along its batch dim; a tensor without one stays whole.
 
-    The batch dim is the one that `batch_dims` names (None: none), else dim 0 where that has the batch size.
+    The batch dim is the one that `batch_dims` names (None: none), else dim 0 where that has the batch size, or is the batch and the dims behind it
+    together (``labels.view(-1)``). Such a tensor that is no argument of the model (labels, but also a table of prototypes) is cut only where the code
+    that reads it cannot do with all of it.
+
+    Args:
+        external: the tensor's number on the tape.
 
     Raises:
         StrategyError: the batch cannot be cut into `count` equal parts.
     """
-    dim = _microbatch_dim(tensor, tape)
-    if count == 1 or dim is None:
+    dim = _microbatch_dim(tape, external, count) if count > 1 else None
+    if dim is None:
         return tensor
-    if tensor.shape[dim] % count:
-        raise StrategyError(
-            f"microbatches={count} does not divide the batch of {tensor.shape[dim]}: choose a batch size that is a multiple of {count}, or other microbatches"
-        )
-    return tensor.chunk(count, dim)[index]
+    size = tape.rows.get(external, tensor.shape[dim])
+    if size % count:
+        raise StrategyError(f"microbatches={count} does not divide the batch of {size}: choose a batch size that is a multiple of {count}, or other microbatches")
+    return tensor.chunk(count, dim)[part]
 
 
-def _microbatch_dim(tensor: Tensor, tape: Tape) -> int | None:
+def _microbatch_dim(tape: Tape, external: int, count: int) -> int | None:
     """The dim along which a tensor from outside is cut into microbatches."""
-    asked = tape.engine.programs.batch_dims
-    paths = [path for path, *same in zip(tape.external_paths, tape.sources, tape.externals) if any(leaf is tensor for leaf in same)]
-    if paths and paths[0] in asked:
-        return asked[paths[0]]
-    sizes = (leaf.shape[dim] for path, leaf in zip(tape.external_paths, tape.externals) if (dim := asked.get(path, 0)) is not None and dim < leaf.dim())
-    return 0 if tensor.dim() and tensor.shape[0] == next(sizes, None) else None
+    asked, tensor = tape.engine.programs.batch_dims, tape.externals[external]
+    if (path := tape.external_paths[external]) in asked:
+        return asked[path]
+    given = [(path, leaf) for index, (path, leaf) in enumerate(zip(tape.external_paths, tape.externals)) if index not in tape.loose or path in asked]
+    sizes = (leaf.shape[dim] for path, leaf in given if (dim := asked.get(path, 0)) is not None and dim < leaf.dim())
+    rows = tape.rows.get(external, tensor.shape[0] if tensor.dim() else None)
+    if rows is None or rows != next(sizes, None):
+        return None
+    is_whole = external in tape.loose and rows != count and external not in tape.engine.cut.get(tape.forward_key, ())  # one row fits everything
+    return None if is_whole else 0
 
 
 def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
-from graphacc.capture.numbers import NeedsNumber, Number, function_of, refuse_in
+from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
@@ -35,6 +35,7 @@ from graphacc.loop.deferred import Deferred
 from graphacc.loop.decisions import Answers, Read, Recorder
 from graphacc.loop.fakes import Fakes
 from graphacc.loop.execution import Execution
+from graphacc.loop.given_numbers import GivenNumbers, Streaks, as_numbers, given_back
 from graphacc.loop.fallback import NOT_COMPILED, Fallback, explanation
 from graphacc.loop.gradients import Gradients, used_again
 from graphacc.loop.guards import Guards, NewInput
@@ -125,8 +126,12 @@ class Engine:
         self._persistent = persistent_buffers(model)
         self.structure = Structure(model)
         self.guards = Guards(model)
+        self.given_numbers = GivenNumbers(self.guards.asked)
         self.varying_numbers: set[tuple] = set()  # (place on the tape, function, leaf) of numbers that were seen to change
         self.fixed_numbers: set[tuple] = set()  # those of them that Python's own code needs
+        self.cut: dict[tuple, frozenset[int]] = {}  # forward code -> tensors from outside besides the model's arguments that are cut into microbatches
+        self.parts_given: set[tuple] = set()  # (place on the tape, function) where the loop gives this process's part of a tensor; elsewhere it gives a whole one
+        self.number_streaks = Streaks()  # of those
         self._whole: set[ModelCall] = set()  # refused, and no part of them is compiled either
         self.written = Written()  # by the call of the model that has run on fake tensors last
         self.verifier = Verifier(self)
@@ -167,8 +172,8 @@ class Engine:
             self._loop_thread = threading.get_ident()
             if swapped := self.swapped():
                 return self.by_pytorch.call(original, args, kwargs, swapped)
-            function = self._function()
-            too_many = self.guards.too_many if self.options.capture == "auto" else None
+            function = self._function("", args, kwargs)
+            too_many = self.guards.too_many or self.given_numbers.too_many.get(("", torch.is_grad_enabled())) if self.options.capture == "auto" else None
             why, wanted = too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None and function not in self._whole  # what is refused may have parts that are not
             if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
@@ -198,9 +203,9 @@ class Engine:
             NotRecorded: PyTorch has to run it.
             CaptureError, LoweringError: it cannot be compiled.
         """
-        function = self._function(path)
-        if function in self._refused:
-            raise NotRecorded(self._refused[function])
+        function = self._function(path, args, kwargs)
+        if (why := self._refused.get(function) or self.given_numbers.too_many.get((path, torch.is_grad_enabled()))) is not None:
+            raise NotRecorded(why)
         with self._outside_of_code(), self.by_pytorch.timed() as found:
             try:
                 result = self._record(function, args, kwargs, as_region=True)
@@ -225,12 +230,15 @@ class Engine:
         finally:
             self._capturing = before
 
-    def _function(self, path: str = "") -> "ModelCall":
-        """The model, or a submodule, as it is now."""
+    def _function(self, path: str, args: tuple, kwargs: dict) -> "ModelCall":
+        """The model, or a submodule, as it is now, to be called with these arguments."""
         state, changed = self.guards.token()
         if changed:
             log.info("graphacc: the model's Python state changed: %s", "; ".join(changed))
-        function = ModelCall(self, self._mode(), state, (*self.guards.tensors, *self.guards.numbers), self.guards.asked.outcomes(self.guards.values()), path=path, form=self.form)
+        given = self.given_numbers.note(path, args, kwargs)
+        numbers, asked = self.guards.values() | given, self.guards.asked
+        inputs, decided = (*self.guards.tensors, *numbers, *asked.computed(numbers)), asked.outcomes(numbers)
+        function = ModelCall(self, self._mode(), state, inputs, decided, path=path, form=self.form)
         last = self._last_function
         if last is None or function != last:
             last = self._last_function = function
@@ -252,20 +260,19 @@ class Engine:
             self._drain()
         tape = self._recording() if trains and not as_region else self._new_tape()
         tape.takes_gradients = as_region
-        inputs, numbers = self.guards.inputs(), self.guards.values()
+        lifted, given = self.given_numbers.lift(function.path, args, kwargs)
+        numbers = self.guards.values() | given
+        inputs = self.guards.inputs() | self.guards.as_tensors(given | self.guards.asked.computed(numbers))
         self.guards.asked.needed.clear()
         try:
-            result, tensors, filled = tape.record(function, (inputs, args, kwargs), {})
-        except NeedsNumber:
-            self.guards.fix_needed()
-            return self._record(self._function(function.path), args, kwargs, as_region)
+            result, tensors, filled = tape.record(function, (inputs, *lifted), {})
         except NewInput:
-            return self._record(self._function(function.path), args, kwargs, as_region)
-        except NOT_COMPILED:
-            if not self.guards.numbers:
+            return self._record(self._function(function.path, args, kwargs), args, kwargs, as_region)
+        except (NeedsNumber, *NOT_COMPILED) as error:  # perhaps for want of a number
+            if not numbers and not isinstance(error, NeedsNumber):
                 raise
-            self.guards.fix_needed()  # perhaps it fails for want of a number
-            return self._record(self._function(function.path), args, kwargs, as_region)
+            self._fix_numbers(given)
+            return self._record(self._function(function.path, args, kwargs), args, kwargs, as_region)
         if function.path and any(isinstance(leaf, Opaque) for leaf in tape.calls[-1].result_leaves):
             raise NotRecorded("it returns an object that a program cannot return")
         written = cast(ModelCall, tape.calls[-1].function).written
@@ -286,8 +293,20 @@ class Engine:
                 result, tensors, filled = objects.map_only(Promise, lambda promise: tape.value(promise.index), (result, tensors, filled))
         self.guards.write(tensors)
         if filled:
-            refill((args, kwargs), filled)
+            refill((args, kwargs), given_back(filled, given))
         return result
+
+    def _fix_numbers(self, given: Iterable[str]) -> None:
+        """Numbers whose values the last run needed, or all if nobody knows which, are constants from now on.
+
+        Args:
+            given: labels of those that are arguments.
+        """
+        needed, own = self.guards.asked.needed, {*self.guards.numbers}
+        needed = needed & {*own, *given} or {*own, *given}
+        for label in needed & own:
+            self.guards.fix(label)
+        self.given_numbers.fix(needed - own)
 
     def _renew_held_buffers(self, names: Iterable[str]) -> None:
         """A call puts other tensors in the places of these buffers: those that the loop holds keep their values."""
@@ -418,6 +437,8 @@ class Engine:
 
     def swapped(self) -> str | None:
         """Why the tensors that the modules hold now cannot be moved to the devices, if they cannot."""
+        if (sparse := self.structure.sparse) is not None:
+            return f"{sparse!r} is a sparse tensor, which compiled programs do not have"
         if self.structure.is_current():
             return None
         with torch._C.DisableTorchFunctionSubclass():
@@ -538,7 +559,7 @@ class Engine:
     def number_inputs(self, args: tuple) -> set[int]:
         """Identities of the inputs that are numbers of modules, which code reads as numbers if it has to (see `Guards.fix`)."""
         inputs = args[0] if args and isinstance(args[0], dict) else {}
-        return {id(inputs[label]) for label in self.guards.numbers if label in inputs}
+        return {id(tensor) for label, tensor in inputs.items() if label in self.guards.numbers or is_of_call(label)}
 
     def buffer_now(self, name: str, tape: Tape) -> Tensor:
         """The present value of a buffer, for a call that is recorded on `tape`."""
@@ -586,6 +607,7 @@ class Engine:
     def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         num_hooks, flags = self.guards.num_hooks(), {}
+        args, kwargs = as_numbers(args, kwargs, self.guards.asked)
         try:
             with borrowed(self.model), self.guards.noting((args, kwargs)), no_python_randomness(), self.guards.given(inputs) as placed:
                 before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
@@ -600,10 +622,13 @@ class Engine:
                         flags = plain_attributes_written(self.model, before)
                 if self.guards.asked.needed:
                     raise NeedsNumber("caught by the forward")
-                refuse_in((result, args, kwargs))
+                if self.guards.asks_for_types and self.number_inputs((inputs,)):
+                    raise NeedsNumber("a number has its own type")
+                left = given_back((args, kwargs))
+                refuse_in((result, left))
                 if self.guards.asked.has_new:
                     self.guards.asked.has_new = False
-                    raise NewInput("a comparison of numbers")
+                    raise NewInput("a comparison of numbers, or what is computed of them")
                 self.guards.check_outside_kept(placed)
                 fills = containers.are_changed()
                 written = attributes_written(self.model, before, placed)
@@ -628,7 +653,7 @@ class Engine:
             held=self.guards.held(),
             fills=fills,
         )
-        return result, tensors, (args, kwargs) if fills else ()
+        return result, tensors, left if fills else ()
 
     def refuse(self, tape: Tape, error: Exception) -> None:
         """The calls of `tape` cannot be compiled: from now on PyTorch runs them, unless the user wants an error."""

@@ -13,7 +13,7 @@ from graphacc import collector
 from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.capture.guards import no_python_randomness
 from graphacc.graph import Kind
-from graphacc.loop import build, offload
+from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled
@@ -118,6 +118,8 @@ class Execution:
             for index in tape.outputs:
                 fetch = build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index])
                 tape.fulfil(index, _cut(tape, _joint_program(tape), index, fetch))
+            for index, (calls, starts) in tape.numbers.items():
+                tape.fulfil(index, microbatches.computed(tape, index, calls, starts))
             self.engine.gradients.accumulated |= set(tape.grad_bindings)
             tape.has_run = True
 
@@ -360,7 +362,7 @@ class Execution:
             if padded is not None:
                 tensor = padded.pad(index, tensor)
             if count > 1:
-                tensor = build.microbatch(tensor, tape, count, microbatch or 0)
+                tensor = build.microbatch(tensor, tape, index, count, microbatch or 0)
             feeds[Kind.BATCH, path] = tensor
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}

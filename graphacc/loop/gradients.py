@@ -4,6 +4,7 @@ A gradient is a value of the pending recording, which had its backward and has n
 tensor, which the loop wrote or PyTorch computed; or was consumed by a step (`SPENT`), or cleared (`ZERO`).
 """
 
+import logging
 import functools
 import sys
 import typing
@@ -20,11 +21,15 @@ from graphacc.loop import build
 from graphacc.loop.decisions import memory_of
 from graphacc.loop.fallback import NOT_COMPILED
 from graphacc.loop.managed import SPENT, ZERO, Handle
+from graphacc.loop.microbatches import note_of_loss, numbers_of_batch
 from graphacc.loop.promise import Promise
 from graphacc.loop.tape import Tape
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
+
+
+log = logging.getLogger("graphacc")
 
 
 class Gradients:
@@ -33,14 +38,24 @@ class Gradients:
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self.pending: Tape | None = None  # had its backward, not yet run
+        self._has_noted_loss = False
         self.accumulated: set[str] = set()  # parameters whose gradient so far lies on the devices
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
+
+    def _note_loss(self, tape: Tape) -> None:
+        if not self._has_noted_loss and (note := note_of_loss(tape)) is not None:
+            self._has_noted_loss = True
+            log.warning("graphacc: %s", note)
 
     def backward(self, tape: Tape) -> None:
         """``loss.backward()`` was recorded on `tape`."""
         with self.engine.lock:
             self._settle_pending()
             tape.outputs = tape.live()
+            if self.engine.programs.strategy.microbatches > 1:
+                self._note_loss(tape)
+                numbers = tape.numbers = numbers_of_batch(tape)
+                tape.outputs = sorted({*tape.outputs, *(start for _, starts in numbers.values() for start in starts)} - numbers.keys() - {tape.loss})
             self.engine.execution.settle_length(tape)
             try:
                 joint = self.engine.fallback.attempt(lambda: self.engine.execution.joint(tape))

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from graphacc._compat.torch_ import patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
-from graphacc.capture.numbers import Asked, Number, Values
-from graphacc.capture.own_code import globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
+from graphacc.capture.numbers import Asked, Number, Values, is_of_call, value_of
+from graphacc.capture.own_code import asks_for_types, globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
 from graphacc.errors import CaptureError
 from graphacc.loop import trees
 from graphacc.loop.mixed import Mixin
 from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted, prints_said
-from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots
+from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots, kind_of, numbers_changed
 from graphacc.loop.written import TABLES
 
 log = logging.getLogger("graphacc")
@@ -68,19 +68,19 @@ class Guards:
         self.model = model
         self.tensors: dict[str, None] = {}  # "<module>.<attribute>" of tensors that are inputs of the model's program
         self.numbers: dict[str, type] = {}  # the same of numbers, and whether they are ints or floats
-        self.asked = Asked()
+        self.asked = Asked(torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32)
         self.too_many: str | None = None  # why the model is left to PyTorch: a number with ever new values
         self._values_of: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label of a number that is a constant -> its different values
         self._streaks: dict[str, tuple[int, int]] = {}  # label -> when its value changed last, and how often in a row of calls
         self._num_checks = 0
         self._different: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label -> some of its different values
-        self._asks_for_types = False  # whether code that was followed asks for the type of something, which a number would not have
+        self.asks_for_types = False  # whether code that was followed asks for the type of something, which a number would not have
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[object, str]] = {}  # label -> the module, another object or the variables of a file, and the name in it
+        self._inside: set[str] = set()  # labels of numbers in containers
         self._numbers_at: dict[tuple[int, str], str] = {}  # (id of that, name) -> label, of numbers
         self._places: dict[tuple[int, object], Place] = {}
         self._functions: set[types.CodeType] = set()
-        self._number_dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._keys: dict[tuple, int] = {}
         self._token = 0
         self._watch: Callable = lambda owner: None
@@ -121,21 +121,40 @@ class Guards:
             return self._token, []
         for place, (name, before, after) in changed:
             self._rewritten[f"{place.label}.{name}"] += 1
-            kind = _kind_of(after)
-            if self.has_inputs and place.table is _table_of(place.owner) and kind is not None and kind is _kind_of(before):
+            kind = kind_of(after)
+            if self.has_inputs and place.table is _table_of(place.owner) and kind is not None and kind is kind_of(before):
                 label = self._label_of(place, name)
-                if label in self.fixed or self._asks_for_types:
-                    self._values_of[label].add(after)
-                    self._note_streak(label, after)
-                    continue
-                self.numbers[label] = kind
-                self._numbers_at[id(place.owner), name] = label
-                place.drop(name)
+                if self._takes_number(label, place.owner, name, after):
+                    place.drop(name)
+            elif self.has_inputs and (numbers := numbers_changed(place.table.get(name), before, after)):
+                for path, container, key in numbers:
+                    label = self._numbers_at.get((id(container), key)) or self._label_inside(container, key, f"{place.label}.{name}")
+                    if self._takes_number(label, container, key, after):
+                        place.take_number(name, path, label)
             else:
                 self._note_streak(f"{place.label}.{name}", after)
         key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
         self._token = self._keys.setdefault(key, len(self._keys) + 1)
         return self._token, [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
+
+    def _takes_number(self, label: str, owner: object, name: str, found: Hashable) -> bool:
+        """Whether a number that has changed becomes an input; if not, what `found` is the snapshot of is a constant."""
+        if label in self.fixed or self.asks_for_types:
+            self._values_of[label].add(found)
+            self._note_streak(label, found)
+            return False
+        value = _table_of(owner)[name]
+        self.numbers[label] = int if isinstance(value, int) else float
+        self._numbers_at[id(owner), name] = label
+        return True
+
+    def _label_inside(self, container: object, name: str, label: str) -> str:
+        """Of a number in a dict or a namespace."""
+        label = f"{label}[{name!r}]"
+        while self._labels.setdefault(label, (container, name))[0] is not container:
+            label += "'"
+        self._inside.add(label)
+        return label
 
     def _note_streak(self, label: str, value: Hashable) -> None:
         """What is a constant of programs has another value; if it has a new one at every call, the model is left to PyTorch."""
@@ -158,7 +177,10 @@ class Guards:
         self.numbers.pop(label)
         self._numbers_at.pop((id(owner), name))
         self.fixed.add(label)
-        self._place(owner, table, label.rpartition(".")[0]).note(name, table.get(name, MISSING))
+        for place in self._places.values():
+            place.give_up_number(label)
+        if label not in self._inside:
+            self._place(owner, table, label.rpartition(".")[0]).note(name, table.get(name, MISSING))
 
     def _label_of(self, place: Place, name: str) -> str:
         """Of a name in a place; two objects of one class have different ones."""
@@ -172,16 +194,15 @@ class Guards:
         """The present values of what became an input."""
         found = {label: self._value(label) for label in self.tensors}
         found = {label: value for label, value in found.items() if isinstance(value, Tensor)}
-        return found | {label: torch.tensor(value, dtype=self._number_dtype if type(value) is float else torch.int64) for label, value in self.values().items()}
+        return found | self.as_tensors(self.values())
+
+    def as_tensors(self, numbers: Values) -> dict[str, Tensor]:
+        """Numbers as inputs of a program."""
+        return {label: self.asked.as_tensor(value) for label, value in numbers.items()}
 
     def values(self) -> dict[str, int | float]:
         """The present numbers that are inputs."""
         return {label: typing.cast(float, self._value(label)) for label in self.numbers}
-
-    def fix_needed(self) -> None:
-        """Numbers whose values the last run needed, or all if nobody knows which, are constants from now on."""
-        for label in self.asked.needed & self.numbers.keys() or list(self.numbers):
-            self.fix(label)
 
     def check_not_too_many(self, written: Iterable[str]) -> None:
         """None of the attributes that a forward writes is a number that it needs, with another value in every call.
@@ -203,24 +224,26 @@ class Guards:
 
     @contextlib.contextmanager
     def given(self, values: Mapping[str, object], written: tuple[str, ...] = (), numbers: Values = types.MappingProxyType({})) -> Iterator[dict[str, object]]:
-        """The modules hold `values` inside, which is yielded; these attributes, and those named in `written`, are as before afterwards.
+        """The modules hold `values` inside, which is yielded, but for those that are of a call alone; these attributes, and those named in `written`, are as before afterwards.
 
         A tensor in the place of a number is a `Number` there.
 
         Args:
             numbers: what the numbers were when the code was first captured; without them they are what they are now.
         """
-        before = self.present((*values, *written))
-        placed = {label: self._as_number(label, numbers.get(label, before[label]), value) for label, value in values.items()}
+        own = {label: value for label, value in values.items() if not is_of_call(label)}
+        before = self.present((*own, *written))
+        placed = {label: self._as_number(label, numbers.get(label, before[label]), value) for label, value in own.items()}
         self.write(placed)
         try:
-            yield placed
+            with self.asked.given({label: value for label, value in values.items() if isinstance(value, Tensor)}):
+                yield placed
         finally:
             self.write(before)
 
     def _as_number(self, label: str, present: object, value: object) -> object:
         is_number = isinstance(value, Tensor) and isinstance(present, (int, float)) and type(present) is not bool
-        return Number.held(label, typing.cast(float, present), typing.cast(Tensor, value), self.asked) if is_number else value
+        return Number.held(label, typing.cast(float, present), self.asked) if is_number else value
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
@@ -574,7 +597,8 @@ class Guards:
             for inside in [inside for inside in vars(value) if not inside.startswith("_")]:
                 self._place(value, vars(value), str(value)).note(inside, vars(value)[inside])
         hooks = isinstance(owner, nn.Module) and name.endswith("_hooks")  # a forward may install hooks: `num_hooks`
-        self._noted.append((place, name, value, () if hooks else tuple(contents_of([value]))))
+        contents = () if hooks else tuple((container, _without_numbers(content)) for container, content in contents_of([value]))
+        self._noted.append((place, name, value, contents))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> Place:
         key = id(owner), label if owner is None else type(table)  # a function has its variables and its code, an object its slots
@@ -627,7 +651,7 @@ class Guards:
         if "globals" in absent:
             names = names | {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
         variables = self._place(function.__globals__, function.__globals__, function.__module__)
-        self._asks_for_types |= "type" in absent
+        self.asks_for_types |= "type" in absent and asks_for_types(code)
         for name in absent:  # a variable of that name would hide the built-in one
             variables.note(name, MISSING)
         if not names.isdisjoint(("environ", "getenv")):
@@ -919,9 +943,9 @@ def _table_of(owner: object) -> dict[str, object]:
     return owner if type(owner) is dict else getattr_plain(owner) or {}
 
 
-def _kind_of(found: Hashable) -> type | None:
-    """Whether a snapshot is that of an int or of a float; None if of neither."""
-    return found[0] if isinstance(found, tuple) and found[0] in (int, float) else None
+def _without_numbers(content: Any) -> Any:
+    """What a container holds where no code is captured."""
+    return {key: value_of(value) for key, value in content.items()} if type(content) is dict else content
 
 
 def _check_not_consumed(value: object, label: str) -> None:

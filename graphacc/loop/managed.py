@@ -570,6 +570,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
         return  # a fetch from the devices in every step, for the first parameter's requires_grad alone
     exposes = func in _EXPOSING
     touched = []
+    written = trees.leaves(written_by_name(func, args, kwargs))
     for leaf in trees.leaves((args, kwargs)):
         if (handle := handle_of(leaf)) is None or handle.engine.capturing:
             continue
@@ -580,7 +581,7 @@ def prepare(func, args: tuple, kwargs: dict) -> None:
             handle.allocate()
         handle.refresh()
         touched.append(handle)
-        writes = writes_by_name(func) and func not in _ALIASING
+        writes = func not in _ALIASING and any(leaf is other for other in written)
         if func in _ALIASING and not making:
             handle.engine.before_exposure(handle)
         if writes and not making:
@@ -599,6 +600,14 @@ def writes_by_name(func) -> bool:
     """Whether a torch function may write into its arguments, by its name."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def written_by_name(func, args: tuple, kwargs: dict) -> object:
+    """The arguments that a torch function may write into, by its name: the first one, but of those for optimizers and scalers."""
+    if not writes_by_name(func):
+        return ()
+    several = not args or func.__name__.startswith(("_fused", "_amp"))
+    return (args, kwargs) if several else args[:1]
 
 
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor")} | {"__setitem__", "__set__"}

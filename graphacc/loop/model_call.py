@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphacc.capture.borrow import TensorsNow
 from graphacc.errors import LoopError
+from graphacc.loop.given_numbers import as_numbers, given_back
 from graphacc.loop.structure import code_of
 from graphacc.loop.written import Written
 
@@ -25,7 +26,7 @@ class ModelCall:
     mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
-    decided: tuple[bool | None, ...] = ()  # by comparisons of numbers that are inputs
+    decided: tuple[bool | None, ...] = ()  # by comparisons of numbers that are inputs, arguments among them
     answers: tuple = ()  # that its code got to questions for values of the batch
     path: str = ""  # of the submodule that is called; the model itself
     form: int = 0  # `Engine.form`
@@ -55,10 +56,11 @@ class ModelCall:
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = self.written
+            args, kwargs = as_numbers(args, kwargs, engine.guards.asked)
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers), written.values)
             with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
-                return result, engine.guards.read(written.tensors), (args, kwargs) if written.fills else ()
+                return result, engine.guards.read(written.tensors), given_back((args, kwargs)) if written.fills else ()
         finally:
             _set_training(modules, now)
 

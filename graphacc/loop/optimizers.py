@@ -8,6 +8,7 @@ whoever looks into ``optimizer.state`` finds it there, and what was changed in i
 import collections
 import contextlib
 import dataclasses
+import math
 import operator
 import sys
 import typing
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphacc._compat.torch_ import leave_out, storage_users
-from graphacc.capture.optimizer import attributes_of, is_separable
+from graphacc.capture.optimizer import attributes_of, is_separable, kind_of_state
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
 from graphacc.loop.guards import OptimizerGuards
@@ -136,7 +137,7 @@ class Binding:
 
     def hold(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
         """Put fetched state where the loop looks for it."""
-        numbers = {} if is_separable(self.optimizer) else {key: python_number(x) for key, x in tensors.items()}
+        numbers = {} if is_separable(self.optimizer) else {key: python_number(self.optimizer, key, x) for key, x in tensors.items()}
         view = self.optimizer.state
         entry = dict.setdefault(view, parameter, {})
         for key, fetched in tensors.items():
@@ -171,12 +172,13 @@ _ALONE = _references([value for value in {"state": torch.empty(0)}.values()])[0]
 """References to a value that nothing but the state holds: from the list, the loop over it, the call, and the state."""
 
 
-def python_number(value: Tensor) -> float | int | None:
-    """Numbers are carried as float64 of no dims; the optimizer's own code had a Python number there."""
-    if value.dtype is not torch.float64 or value.dim():
+def python_number(optimizer: torch.optim.Optimizer, key: str, value: Tensor) -> float | int | None:
+    """Numbers are carried as float64 of no dims; None if the optimizer's own code has a tensor there."""
+    kind = kind_of_state(optimizer, key)
+    if value.dtype is not torch.float64 or value.dim() or (kind is not None and issubclass(kind, Tensor)):
         return None
     number = value.item()
-    return int(number) if number == int(number) else number
+    return int(number) if kind is not float and math.isfinite(number) and number == int(number) else number
 
 
 class StateView(collections.defaultdict):

@@ -225,8 +225,20 @@ class PipelinePrograms(Programs):
     def _cut(self, kind: str, graph: StepGraph) -> list[Segment]:
         axes = {axis: size for axis, size in self.meshes[0].shape.items() if axis in SPMD_AXES and size > 1}
         if kind in ("update", "gradients"):
+            _copy_inputs_that_are_results(graph)
             names = [item.target for item in graph.inputs if item.kind in (Kind.PARAM, Kind.GRAD)]
             return cut(graph, update_places(graph, {name: self.homes.get(name, 0) for name in names}), axes)
         strategy = self.strategy
         places = marked_places(graph, strategy.pp, strategy.pp * strategy.chunks, self.schedule.splits_backward)
         return cut(graph, places, axes)
+
+
+def _copy_inputs_that_are_results(graph: StepGraph) -> None:
+    """What the loop gets of an update and is an input of it as it is (``loss.detach()``) is a copy, which a stage can make."""
+    results, inputs = list(graph.results), set(graph.placeholders)
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        for position, (result, item) in enumerate(zip(results, graph.outputs)):
+            if result in inputs and item.kind is Kind.USER:
+                results[position] = graph.graph.call_function(torch.ops.aten.clone.default, (result,))
+                results[position].meta = dict(result.meta)
+    graph.graph.output_node().args = (tuple(results),)

@@ -7,10 +7,11 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from graphacc.capture.python_state import CONTAINERS, MUTABLE, contents_of, is_fixed, snapshot
+from graphacc.capture.python_state import CONTAINERS, MUTABLE, NAMESPACES, Same, contents_of, is_fixed, snapshot
 from graphacc.errors import LoopError
 
 MISSING = object()
@@ -30,6 +31,7 @@ class Place:
         self._found: dict[str, object] = {}  # name -> value when it was read last; another one may be there by now
         self._values: tuple = ()  # the same, without the names
         self._held: Held | None = None
+        self._inside: dict[str, dict[Path, str]] = {}  # name of a container -> numbers in it that are inputs, and their labels
 
     def note(self, name: str, value: object) -> None:
         """Guard a name, which has `value` now (`MISSING`: none)."""
@@ -51,8 +53,25 @@ class Place:
             self.names[name] = self.snapshot(name, self._found[name])
             self._refresh()
 
+    def take_number(self, name: str, path: "Path", label: str) -> None:
+        """A number in the container that the name has is an input of the program."""
+        self._inside.setdefault(name, {})[path] = label
+        self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+
+    def give_up_number(self, label: str) -> None:
+        """It is none any more."""
+        for name, inside in self._inside.items():
+            if label in inside.values():
+                self._inside[name] = {path: other for path, other in inside.items() if other != label}
+                self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+
     def snapshot(self, name: str, value: object) -> Hashable:
-        return "input" if name in self.inputs and isinstance(value, Tensor) else snapshot(value)
+        if name in self.inputs and isinstance(value, Tensor):
+            return "input"
+        found = snapshot(value)
+        for path in self._inside.get(name, ()):
+            found = _without(found, path)
+        return found
 
     def _refresh(self) -> None:
         self._values = tuple(self._found.values())
@@ -92,6 +111,56 @@ class Place:
         self.names = now
         self._refresh()
         return found
+
+
+Path = tuple[int, ...]
+"""Numbers of the items that lead from a container into those in it."""
+
+
+def _without(found: Hashable, path: Path) -> Hashable:
+    """The snapshot of a container without a number in it, if it has one there."""
+    if not path:
+        return "input" if kind_of(found) is not None or isinstance(found, Same) else found
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple) and path[0] < len(found[2])):
+        return found
+    items = list(found[2])
+    key, item = items[path[0]]
+    items[path[0]] = key, _without(item, path[1:])
+    return found[0], found[1], tuple(items)
+
+
+def numbers_changed(value: object, before: Hashable, after: Hashable) -> list[tuple[Path, Any, Any]] | None:
+    """What is different in a container, where that is numbers in dicts and namespaces alone.
+
+    Args:
+        before, after: two snapshots of it.
+
+    Returns:
+        Path, the dict or namespace, and the name in it, of each; None if something else is different.
+    """
+    if before == after:
+        return []
+    if not (isinstance(value, (*CONTAINERS, *NAMESPACES)) and isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 3 and before[:2] == after[:2]):
+        return None
+    is_named = type(value) in (dict, *NAMESPACES)
+    inner: Any = vars(value) if isinstance(value, NAMESPACES) else value
+    children = list(inner.items()) if isinstance(inner, dict) else [(None, child) for child in inner]
+    found = []
+    for place, ((name, child), (key, item), (key_now, item_now)) in enumerate(zip(children, before[2], after[2], strict=True)):
+        if key != key_now:
+            return None
+        if is_named and item != item_now and kind_of(item) is not None and kind_of(item) is kind_of(item_now):
+            found.append(((place,), value, name))
+        elif (inside := numbers_changed(child, item, item_now)) is None:
+            return None
+        else:
+            found += [((place, *path), container, inner_name) for path, container, inner_name in inside]
+    return found
+
+
+def kind_of(found: Hashable) -> type | None:
+    """Whether a snapshot is that of an int or of a float; None if of neither."""
+    return found[0] if isinstance(found, tuple) and found and found[0] in (int, float) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import forced_notes, without_graphs
 from graphacc.passes.partition.zero import state_split
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
-from graphacc.passes.batch import default_batch_dims, unsplit_note
+from graphacc.passes.batch import default_batch_dims, is_argument, unsplit_note
 from graphacc.passes.loss_chunks import ChunkReport
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import PassReport, run_passes
@@ -295,6 +295,9 @@ class Programs:
         dim = self.batch_dims.get(path, 0)
         if not self.local_batch or process_count() == 1 or dim is None or dim >= tensor.dim():
             return tensor
+        if not is_argument(path) and path not in self.batch_dims:
+            return tensor  # a tensor that a module holds: whole in every process
+        given = {name: leaf for name, leaf in given.items() if is_argument(name) or name in self.batch_dims}
         sizes = (leaf.shape[at] for name, leaf in given.items() if (at := self.batch_dims.get(name, 0)) is not None and at < leaf.dim())
         if path not in self.batch_dims and tensor.shape[dim] != next(sizes, tensor.shape[dim]):
             return tensor  # such as the weights of classes: whole in every process

@@ -275,7 +275,7 @@ def _by_pytorch(func, args: tuple, kwargs: dict, tapes: "list[Tape]", reason: st
     flows = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(
         leaf.requires_gradient if isinstance(leaf, Promise) else managed.handle_of(leaf) is not None and leaf.requires_grad for leaf in leaves
     )
-    overwritten = pytree.tree_leaves(args[:1]) if managed.writes_by_name(func) else []
+    overwritten = trees.leaves(managed.written_by_name(func, args, kwargs))
     flows = flows or func in _NEEDS_AUTOGRAD or func in _GRAD_FLAG or func is Tensor.backward
     _keep_way_back(func, leaves)
     begins = args[0] if func is Tensor.backward and isinstance(args[0], Promise) else None

@@ -19,6 +19,9 @@ class Structure:
         self._tables = tables
         self._held = [value for table in tables for value in table.values()]
         self._sizes = [len(table) for table in tables]
+        with torch._C.DisableTorchFunctionSubclass():
+            named = (*model.named_parameters(), *model.named_buffers())
+            self.sparse = next((name for name, tensor in named if tensor.layout is not torch.strided), None)
         self._counts = collections.Counter(map(id, self._held))
 
     def count(self, tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ import typing
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -26,6 +27,7 @@ from graphacc.loop import trees
 from graphacc.loop.arguments import check_apart
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder, memory_of
+from graphacc.loop.given_numbers import PER_VALUE, Given
 from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
 from graphacc.loop.managed import Handle, handle_of, same_bits, writes_by_name
@@ -132,6 +134,8 @@ class Tape:
         self.externals: list[Tensor] = []  # of the whole batch's shape; stand-ins where the loop gave this process's part
         self.sources: list[Tensor] = []  # what the loop gave
         self.external_paths: list[str] = []
+        self.rows: dict[int, int] = {}  # size of the first dim of what a flat tensor from outside is a view of, where there are microbatches
+        self.loose: set[int] = set()  # tensors from outside that are no arguments of the model
         self.external_versions: list[int] = []  # version counters when they were recorded
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
@@ -141,6 +145,7 @@ class Tape:
         self.loss: int | None = None  # value index of the loss
         self.grad_values: dict[str, int] = {}  # parameter name -> value index of the gradient that backward gave
         self.grad_bindings: dict[str, int] = {}  # parameter name -> value index of its .grad now
+        self.numbers: dict[int, tuple[list[Call], set[int]]] = {}  # value indices of numbers that are computed of outputs, see `graphacc.loop.microbatches`
         self.outputs: list[int] = []  # value indices, other than the loss, that the loop held at backward
         self.has_run = False  # a program gave the loss, the outputs and the gradients
         self.closed = False
@@ -178,7 +183,7 @@ class Tape:
         counts = len(self.externals), len(self.values)
         given, spec = trees.flatten((args, kwargs))
         varying = self._varying(function, given, spec)
-        leaves = [torch.tensor(leaf, dtype=_number_dtype(given)) if i in varying else leaf for i, leaf in enumerate(given)]
+        leaves = [torch.tensor(leaf, dtype=_number_dtype(given) if isinstance(leaf, float) else torch.int64) if i in varying else leaf for i, leaf in enumerate(given)]
         try:
             refs = tuple(self._to_ref(leaf, function, spec, place) for place, leaf in enumerate(leaves))
             remembered = self._remembered(function, refs, spec, leaves)
@@ -196,6 +201,9 @@ class Tape:
                     check_apart(args, self.engine.guards.holds)
         except BaseException as error:
             self._forget(*counts)
+            if self.engine.programs.local_batch and isinstance(error, NotRecorded) and (place := (len(self.calls), function)) not in self.engine.parts_given:
+                self.engine.parts_given.add(place)  # what has the batch's size is this process's part of it
+                return self.record(function, args, kwargs)
             if varying and isinstance(error, (NotRecorded, CaptureError)):  # they are needed as numbers of Python
                 self.engine.fixed_numbers |= {(len(self.calls), function, i) for i in varying}
                 return self.record(function, *pytree.tree_unflatten(given, spec))
@@ -257,14 +265,19 @@ class Tape:
     def _varying(self, function: Callable, leaves: Sequence, spec: pytree.TreeSpec) -> set[int]:
         """The numbers among the arguments that are not what they were at this place of the last recording, or of an earlier one."""
         template, place, engine = self.engine.template, len(self.calls), self.engine
-        found = {i for i, leaf in enumerate(leaves) if type(leaf) is float}
+        kinds = () if engine.is_model(function) else (int, float, numpy.float64) if function in _ARITHMETIC else (float, numpy.float64)  # for the model see `GivenNumbers`
+        found = {i for i, leaf in enumerate(leaves) if type(leaf) in kinds}
         if not found or engine.programs.strategy.precision != "fp32":
             return set()
         if template is not None and place < len(template.calls):
             before = template.calls[place]
             if _same_code(before.function, function) and before.spec == spec:
-                engine.varying_numbers |= {(place, function, i) for i in found if type(before.leaves[i]) is float and before.leaves[i] != leaves[i]}
-        return {i for i in found if (place, function, i) in engine.varying_numbers - engine.fixed_numbers}
+                engine.varying_numbers |= {(place, function, i) for i in found if type(before.leaves[i]) is type(leaves[i]) and before.leaves[i] != leaves[i]}
+        varying = {key: i for i in found if (key := (place, function, i)) in engine.varying_numbers}
+        for key in varying.keys() & engine.fixed_numbers:
+            if engine.number_streaks.note(key, leaves[varying[key]]) and engine.options.capture == "auto":
+                raise NotRecorded(PER_VALUE.format(f"among the arguments of {_name(function)}"))
+        return {i for key, i in varying.items() if key not in engine.fixed_numbers}
 
     def _check_like(self, call: "Call | _Plain", function: Callable) -> None:
         """A number that became an input must not change the results' shapes and dtypes."""
@@ -281,6 +294,8 @@ class Tape:
         for held in (self.externals, self.sources, self.external_paths, self.external_versions):
             del held[num_externals:]
         self.copies = {index: copied for index, copied in self.copies.items() if index < num_externals}
+        self.loose = {index for index in self.loose if index < num_externals}
+        self.rows = {index: rows for index, rows in self.rows.items() if index < num_externals}
         self.differentiable -= {index for index in self.differentiable if index >= num_externals}
 
     def _forget_overwritten(self, call: Call) -> None:
@@ -326,18 +341,26 @@ class Tape:
         wanted = leaf.requires_grad and torch.is_grad_enabled() and self.backward_at is None
         if wanted and (not self.takes_gradients or handle is not None):
             raise NotRecorded(f"{path}, of shape {list(leaf.shape)}, requires a gradient but is no parameter of the compiled model")
+        is_argument = self.engine.is_model(function) and trees.paths(spec)[place][1].idx > 0  # of (inputs, args, kwargs)
         for index, known in enumerate(self.sources):
             if known is leaf and self._is_as_it_was(index):
+                if is_argument:
+                    self.loose.discard(index)
                 return External(index)
         path = f"{len(self.calls)}.{path}" if self.calls else path
         path = path if path not in self.external_paths else f"{path}#{len(self.sources)}"
         self.sources.append(leaf)
         self.external_paths.append(path)
-        if self.engine.programs.local_batch and self.backward_at is None:
+        tries_whole = not self.engine.is_model(function) and (len(self.calls), function) not in self.engine.parts_given and leaf.dim() > 0 and leaf.shape[0] > 1
+        if self.engine.programs.local_batch and self.backward_at is None and not (tries_whole and path not in self.engine.programs.batch_dims):
             self.externals.append(self.engine.programs.stand_in(path, leaf, dict(zip(self.external_paths, self.sources, strict=True))))
         else:
             self.externals.append(leaf)
         self.external_versions.append(_version(leaf))
+        if self.engine.programs.strategy.microbatches > 1 and (rows := _rows_before_flattening(leaf)) is not None:
+            self.rows[len(self.externals) - 1] = rows
+        elif not is_argument:
+            self.loose.add(len(self.externals) - 1)
         if wanted:
             self.differentiable.add(len(self.externals) - 1)
         else:
@@ -535,7 +558,7 @@ class Tape:
 
     def external_key(self, index: int) -> tuple:
         tensor = self.externals[index]
-        return tuple(tensor.shape), tensor.dtype
+        return tuple(tensor.shape), tensor.dtype, *((self.rows[index],) if index in self.rows else ())
 
     def _infer(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence, varying: Collection[int]) -> "Call | _Plain":
         """Run the call on fake tensors."""
@@ -918,6 +941,10 @@ class _Plain:
     result: object
 
 
+_ARITHMETIC = {getattr(Tensor, f"__{side}{name}__") for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow")}
+_ARITHMETIC |= {getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub", "mul", "div", "pow", "true_divide")}
+"""Functions among whose arguments an int is a number, and no size or index."""
+
 _serials = itertools.count()
 
 
@@ -990,6 +1017,16 @@ def _is_total(value: object, tape: Tape) -> bool:
     return storage_users(value) == 1
 
 
+def _rows_before_flattening(tensor: Tensor) -> int | None:
+    """The size of the first dim of what a tensor is a view of, if it has all the elements in the same order, with that dim and those behind it in one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = tensor._base
+        if whole is None or tensor.dim() == 0 or whole.dim() <= tensor.dim() or not (tensor.is_contiguous() and whole.is_contiguous()):
+            return None
+        same = tensor.numel() == whole.numel() and tensor.storage_offset() == whole.storage_offset() and tensor.dtype is whole.dtype
+        return whole.shape[0] if same and whole.shape[0] and tensor.shape[0] > whole.shape[0] and tensor.shape[0] % whole.shape[0] == 0 else None
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -1003,7 +1040,7 @@ def _same_leaves(one: tuple, other: tuple) -> bool:
     return len(one) == len(other) and all(x is y or (type(x) is type(y) and bool(x == y)) for x, y in zip(one, other))
 
 
-_STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice, type)
+_STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice, type, Given)
 """Types of arguments and results that are part of a program's identity."""
 
 

@@ -353,7 +353,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         for microbatch in range(count):
             env.clear()
-            whole = {i: build.microbatch(tape.sources[i], tape, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
+            whole = {i: build.microbatch(tape.sources[i], tape, i, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
             batch = {i: tensor.clone() for i, tensor in whole.items()}  # the recorded code may write into it
             with keyed_randomness(microbatch_seed(tape, microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
                 tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))
@@ -442,7 +442,7 @@ def _state(optimizer: torch.optim.Optimizer, start: Values, name: str) -> dict[s
     held = {target.rpartition("/")[2]: x for (kind, target), x in start.items() if kind is Kind.STATE and target.rpartition("/")[0] == name}
     if any(x.is_floating_point() and x.numel() and bool(x.isnan().all()) for x in held.values()):
         return {}
-    numbers = {} if is_separable(optimizer) else {key: python_number(x) for key, x in held.items()}
+    numbers = {} if is_separable(optimizer) else {key: python_number(optimizer, key, x) for key, x in held.items()}
     return {key: x.clone() if numbers.get(key) is None else numbers[key] for key, x in held.items()}
 
 

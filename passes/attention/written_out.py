@@ -224,6 +224,9 @@ def _batch_and_heads(nodes: list[fx.Node]) -> tuple[int, int]:
 def _scale_and_terms(build: Editor, steps: list[_Step], batch: int, heads: int, masks: Masks) -> tuple[float, list[fx.Node]]:
     scale, terms = 1.0, []
     for step in steps:
+        shape = shape_of(step.node)
+        known = len(shape) == 3 or (len(shape) == 4 and tuple(shape[:2]) == (batch, heads))
+        _require(known or step.kind not in ("add", "where"), f"a mask is applied to scores of shape {list(shape)}, where there are {batch} x {heads} heads")
         if step.kind == "scale":
             _require(not terms, "a mask is scaled with the scores")
             scale *= step.other

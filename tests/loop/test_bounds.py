@@ -125,3 +125,17 @@ def test_of_this_process_s_part_of_the_batch():
     model = compiled(Indexing(), "dp=2", batch="local")
     losses = train(model, [labels(), labels(CLASSES), labels(-100), labels()], "shifted labels")
     assert [loss == "raises" for loss in losses] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("divide", [torch.remainder, torch.floor_divide, lambda a, b: torch.div(a, b, rounding_mode="trunc")])
+def test_integers_of_the_batch_are_not_divided_by_zero(divide):
+    class Dividing(torch.nn.Linear):
+        def forward(self, x, a, b):
+            return super().forward(x).sum(), divide(a, b)
+
+    model, a, b = compiled(Dividing(2, 2), None), torch.tensor([5, 6]), torch.tensor([2, 1])
+    with torch.no_grad():
+        assert model(torch.ones(2, 2), a, b)[1].tolist() == divide(a, b).tolist()
+        with pytest.raises(graphacc.LoopError, match="(?s)ZeroDivisionError.*remedy"):
+            model(torch.ones(2, 2), a, b - 1)
+        assert model(torch.ones(2, 2), a, -b)[1].tolist() == divide(a, -b).tolist()

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 import transformers
 from tolerances import relative_error
 from torch import nn
-from training import compiled
+from training import check_both, compiled
 
 import graphacc
 from graphacc._compat.torch_ import SEES_APPLY
@@ -2178,3 +2178,48 @@ def test_buffers_change_in_the_order_of_the_calls(plan):
     assert of_buffers(plan)(model) == pytest.approx(of_buffers(plan)(reference), rel=1e-5, abs=1e-6)
     for (name, got), expected in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert relative_error(got, expected) < 1e-5, name
+
+
+def test_an_average_of_another_model_between_its_calls():
+    """MoCo: the average of `one`'s parameters is written into `other`, which reads them; `one` has a recording open. It was taken for a write into both."""
+
+    def losses(compile_it):
+        torch.manual_seed(0)
+        one = nn.Linear(8, 4)
+        other = copy.deepcopy(one).requires_grad_(False)
+        one, other = (compiled(model, None) if compile_it else model for model in (one, other))
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
+        for step in range(3):
+            x = torch.full((4, 8), 0.5 + step)
+            query = one(x)
+            with torch.no_grad():
+                for average, new in zip(other.parameters(), one.parameters()):
+                    average.mul_(0.9).add_(new, alpha=0.1)
+                key = other(x)
+            loss = (query - key).pow(2).mean() + query.mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["made", "buffer"])
+def test_sparse_tensors_are_pytorchs(where):
+    """Made in a forward from what takes a gradient, one ended the process; as a buffer it was an error of torch's."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+            self.register_buffer("adjacent", torch.eye(3).to_sparse() if where == "buffer" else None, persistent=False)
+
+        def forward(self, x):
+            adjacent = self.adjacent if where == "buffer" else torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), self.weight, (3, 3))
+            return torch.sparse.mm(adjacent, self.linear(x))
+
+    torch.manual_seed(0)
+    reference = Graph()
+    check_both(reference, compiled(copy.deepcopy(reference), None), lambda model, step: model(torch.ones(3, 3)).pow(2).mean(), 3, by_pytorch=True)

@@ -502,3 +502,39 @@ def test_optimizers_of_timm(name):
             optimizer.step()
             losses.append(loss.item())
     assert_close(torch.tensor(losses[4:]), torch.tensor(losses[:4]), tolerance=LOSS)
+
+
+class Kinds(torch.optim.Optimizer):
+    """Keeps numbers of all kinds."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(count=0, whole=2.0, best=float("inf"), worst=float("nan"), tensor=torch.zeros((), dtype=torch.float64))
+                state["count"] += 1
+                state["whole"] += 1.0
+                state["tensor"] += 1
+                p.sub_(group["lr"] * p.grad * state["whole"])
+
+
+def test_numbers_in_the_state_keep_their_types():
+    """Infinity was an error, 3.0 became 3, and a tensor of no dims a number."""
+    found = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        model = graphacc.compile(model, devices=1) if compile_it else model
+        optimizer = Kinds(model.parameters())
+        for _ in range(3):
+            model(torch.ones(4, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"][0]
+        found.append({key: (type(value), repr(value)) for key, value in state.items()})
+    assert found[0] == found[1]

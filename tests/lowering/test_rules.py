@@ -53,6 +53,26 @@ def test_shifts_beyond_the_width():
     x, shift = torch.tensor([5, -5, 1, -1]), torch.tensor([1, 70, 64, 3])
     check_lowering(torch.bitwise_left_shift, x, shift)
     check_lowering(torch.bitwise_right_shift, x, shift)
+    for dtype in (torch.uint8, torch.int8):
+        packed = torch.tensor([255, 128, 127, 16, 1]).to(dtype)
+        check_lowering(torch.bitwise_right_shift, packed, torch.tensor([4, 7, 1, 9, 0], dtype=dtype))
+        check_lowering(torch.bitwise_left_shift, packed, torch.tensor([4, 1, 1, 9, 0], dtype=dtype))
+
+
+@pytest.mark.parametrize("function", [torch.gcd, torch.lcm])
+def test_divisors_of_the_least_integer(function):
+    """`jnp.gcd` does not end there."""
+    for dtype in (torch.int8, torch.int64):
+        least = torch.iinfo(dtype).min
+        x = torch.tensor([12, -8, 0, 0, 7, least, least, 3, least], dtype=dtype)
+        check_lowering(function, x, torch.tensor([18, 12, 0, 5, -7, 6, 0, least, least], dtype=dtype))
+
+
+def test_an_index_without_dims_copies_a_row():
+    """torch's decomposition puts [1, 3] into [3]."""
+    x, values = torch.zeros(4, 3), torch.tensor([[1.0, 2.0, 3.0]])
+    check_lowering(lambda x, i, v: x.index_copy(0, i, v), x, torch.tensor(2), values)
+    check_lowering(lambda x, i, v: x.index_put((i,), v, accumulate=True), x, torch.tensor([2, 2]), values)
 
 
 @pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.fmax, torch.fmin])

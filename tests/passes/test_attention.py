@@ -378,3 +378,16 @@ def test_an_evaluation_graph_has_no_backward():
     assert len(report.found) == 2 and not report.missed
     for got, want in zip(run_global(step, inputs), expected):
         assert relative_error(got, want) < 2e-5
+
+
+def test_a_mask_that_is_added_to_windows_is_left():
+    """Swin's evaluation: the scores of all windows are viewed by images, and a mask of the windows is added."""
+
+    def windows(q, k, v, ids):
+        scores = q @ k.transpose(-2, -1)
+        batch, heads, rows, columns = scores.shape
+        mask = torch.where(torch.arange(columns) > torch.arange(rows)[:, None], -100.0, 0.0).expand(batch, 1, rows, columns)
+        return (scores.view(1, batch, heads, rows, columns) + mask.unsqueeze(0)).view(scores.shape).softmax(-1) @ v
+
+    _, report = small(windows)
+    assert not report.found[0].attached

@@ -3,6 +3,7 @@
 Torch checks indices and raises; XLA cannot, so an index out of range reads or writes an unspecified element.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,7 +50,10 @@ def index_put(ctx, x, indices, values, accumulate=False):
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype == bool:
         return _put_where(x, *given[0], cast(values, x.dtype), accumulate)
-    return _write(x, _selector(ctx, indices), cast(values, x.dtype), "add" if accumulate else "set")
+    selector = _selector(ctx, indices)
+    rank = len(jax.eval_shape(lambda: x.at[selector].get()).shape)
+    values = values.reshape(values.shape[max(0, values.ndim - rank) :])  # torch takes further dims of size 1 in front
+    return _write(x, selector, cast(values, x.dtype), "add" if accumulate else "set")
 
 
 def _put_where(x, first, mask, values, accumulate):

@@ -158,8 +158,26 @@ def _left_shift(a, b):
 
 
 def _right_shift(a, b):
-    shift = jnp.where((b < 0) | (b >= _bits(a)), _bits(a) - 1, b)
-    return lax.shift_right_arithmetic(*jnp.broadcast_arrays(a, shift.astype(a.dtype)))
+    outside = (b < 0) | (b >= _bits(a))
+    if jnp.issubdtype(a.dtype, jnp.unsignedinteger):
+        return jnp.where(outside, 0, lax.shift_right_logical(*jnp.broadcast_arrays(a, jnp.where(outside, 0, b).astype(a.dtype))))
+    return lax.shift_right_arithmetic(*jnp.broadcast_arrays(a, jnp.where(outside, _bits(a) - 1, b).astype(a.dtype)))
+
+
+def _gcd(a, b):
+    """Euclid's algorithm as torch runs it: the least integer, whose absolute value is itself, ends it, too (in `jnp.gcd` it does not)."""
+    a, b = jnp.broadcast_arrays(jnp.abs(a), jnp.abs(b))
+
+    def step(state):
+        a, b = state
+        return jnp.where(a == 0, 0, lax.rem(b, jnp.where(a == 0, 1, a))), jnp.where(a == 0, b, a)
+
+    return lax.while_loop(lambda state: (state[0] != 0).any(), step, (a, b))[1]
+
+
+def _lcm(a, b):
+    divisor = _gcd(a, b)
+    return jnp.where(divisor == 0, 0, jnp.abs(lax.div(*jnp.broadcast_arrays(a, jnp.where(divisor == 0, 1, divisor))) * b))
 
 
 def _bits(a):
@@ -178,10 +196,10 @@ _BINARY = {
     "fmin": jnp.fmin,
     "fmod": lambda a, b: lax.rem(*jnp.broadcast_arrays(a, b)),
     "floor_divide": floor_div,
-    "gcd": jnp.gcd,
+    "gcd": _gcd,
     "heaviside": _heaviside,
     "hypot": jnp.hypot,
-    "lcm": jnp.lcm,
+    "lcm": _lcm,
     "logaddexp": jnp.logaddexp,
     "logaddexp2": jnp.logaddexp2,
     "maximum": maximum,

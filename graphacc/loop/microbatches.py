@@ -1,0 +1,112 @@
+"""Numbers that the loop takes of a model's results (right answers, a maximum), where programs have the results of microbatches.
+
+A mean is the mean of the microbatches' means. Any other number is computed by PyTorch, of values with the batch in dim 0, which are put together.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphacc.loop.tape import Call, Param, Ref, Tape
+
+_MEANS = {torch.mean, Tensor.mean}
+_LOSSES = {
+    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+    *(F.gaussian_nll_loss, F.poisson_nll_loss, F.margin_ranking_loss, F.hinge_embedding_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.soft_margin_loss),
+    *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.ctc_loss, F.kl_div, F.triplet_margin_with_distance_loss),
+}
+"""Functions that give a mean over the batch unless they are told otherwise."""
+_LINEAR = {getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "neg", "mul", "rmul", "truediv")}
+_LINEAR |= {getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub", "mul", "div", "neg")}
+_SAME = {Tensor.detach, Tensor.clone, Tensor.float, Tensor.double, Tensor.cpu, Tensor.squeeze, Tensor.mean}
+
+
+def note_of_loss(tape: Tape) -> str | None:
+    """What the user should know of a loss that is no mean over the batch as far as can be seen."""
+    size, count = _batch_size(tape), tape.engine.programs.strategy.microbatches
+    makers = {index: call for call in tape.forward_calls for index in call.results}
+    if tape.loss is None or size is None or _is_mean(tape, makers, tape.loss, size):
+        return None
+    return (
+        f"with microbatches={count} the loss is the mean of the microbatches' losses, and this one is not seen to be a mean over the batch: of a sum, or of a sum over the size of "
+        f"the whole batch, that is 1/{count}. Take .mean(), or multiply by {count}"
+    )
+
+
+def numbers_of_batch(tape: Tape) -> dict[int, tuple[list[Call], set[int]]]:
+    """The numbers among `tape.outputs` that are no means of the microbatches' ones, each with the calls that give it and the values that these begin with."""
+    size, calls = _batch_size(tape), tape.forward_calls
+    if size is None or any(call.writes or call.replaces is not None for call in calls):
+        return {}
+    makers = {index: call for call in calls for index in call.results}
+    found = {}
+    for index in tape.outputs:
+        if tape.values[index].dim() == 0 and index in makers and not _is_mean(tape, makers, index, size):
+            path = _back(tape, makers, index, size)
+            if path is not None:
+                numbers, starts = path
+                found[index] = [call for call in calls if any(call is other for other in numbers)], starts
+    return found
+
+
+def computed(tape: Tape, index: int, calls: list[Call], starts: set[int]) -> Callable[[], Tensor]:
+    """A function that computes a number of values of the whole batch."""
+
+    def fetch() -> Tensor:
+        env = {start: tape.value(start) for start in starts}
+        externals = {place: tape.given(place) for call in calls for place in call.externals}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            tape.replay(calls, env, externals, {})
+        return env[index]
+
+    return fetch
+
+
+def _is_mean(tape: Tape, makers: dict[int, Call], index: int, size: int) -> bool:
+    """Whether a number is a mean over the batch, or a sum of such, or one that does not depend on the batch at all."""
+    call = makers.get(index)
+    if call is None or tape.engine.is_model(call.function):
+        return True  # what the model itself gives is taken for a mean, as its loss is
+    inputs = [leaf.index for leaf in call.leaves if isinstance(leaf, Ref)]
+    args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
+    if call.function in _LOSSES:
+        return kwargs.get("reduction", "mean") == "mean" and "sum" not in args and kwargs.get("size_average") is None
+    if call.function in _MEANS and all(_has_batch(tape, i, size) for i in inputs):
+        return True
+    if call.function in _SAME | _LINEAR:
+        return len(inputs) <= (1 if _multiplies(call.function) else 2) and all(tape.values[i].dim() == 0 and _is_mean(tape, makers, i, size) for i in inputs)
+    return False
+
+
+def _multiplies(function: Callable) -> bool:
+    return any(word in function.__name__ for word in ("mul", "div"))
+
+
+def _back(tape: Tape, makers: dict[int, Call], index: int, size: int) -> tuple[list[Call], set[int]] | None:
+    """The calls from values with the batch in dim 0 to a number, and those values; None if it is computed of something else, too."""
+    calls, starts, stack = [], set(), [index]
+    while stack:
+        call = makers[stack.pop()]
+        if tape.engine.is_model(call.function) or call.draws or any(isinstance(leaf, Param) for leaf in call.leaves):
+            return None
+        calls.append(call)
+        for leaf in call.leaves:
+            if not isinstance(leaf, Ref) or leaf.index in starts:
+                continue
+            if _has_batch(tape, leaf.index, size):
+                starts.add(leaf.index)
+            else:
+                stack.append(leaf.index)
+    return calls, starts
+
+
+def _batch_size(tape: Tape) -> int | None:
+    return next((leaf.shape[0] for index, leaf in enumerate(tape.externals) if leaf.dim() and index not in tape.loose), None)
+
+
+def _has_batch(tape: Tape, index: int, size: int) -> bool:
+    shape = tape.values[index].shape
+    return bool(shape) and shape[0] == size

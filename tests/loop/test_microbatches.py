@@ -1,0 +1,189 @@
+"""What is cut into microbatches, and what the loop sees of their results: as in a loop of PyTorch's that accumulates."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import compiled, relative_error
+
+B, COUNT = 8, 2
+CENTRES = torch.linspace(-1, 2, 64).view(8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.table = torch.linspace(-1, 1, 64).view(8, 8)  # no buffer
+        self.narrow = torch.linspace(0, 1, 24).view(3, 8)
+        self.outside = [nn.Conv1d(1, 8, 3).requires_grad_(False)]
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Tables(Model):
+    def forward(self, x):
+        y = self.layers(x)
+        return torch.cdist(y, self.table) + torch.cdist(y, self.narrow).sum(1, keepdim=True) + self.outside[0](y[:, None]).mean((1, 2))[:, None]
+
+
+def run(cls, compile_it, loss_of, strategy="microbatches=2", seen=lambda out, y: [], batch=B, read_late=False, **options):
+    """Losses, what the loop has seen, and the model; plain PyTorch accumulates over the halves of the batch."""
+    torch.manual_seed(0)
+    model = cls()
+    if compile_it:
+        model = compiled(model, strategy, devices=options.pop("devices", 2 if "pp" in strategy else 1), **options)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(batch, 6, generator=generator), torch.randint(8, (batch,), generator=generator)
+        parts = 1 if compile_it else COUNT
+        losses, results = [], []
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
+            out = model(xs)
+            loss = loss_of(out, ys)
+            results.append(out if compile_it else out.detach())
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        shown = [value if read_late else float(value) for value in seen(results[0], y)] if compile_it else seen(torch.cat(results), y)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([float(value) for value in (torch.stack(losses).mean(), *shown)])
+    return found, model
+
+
+def assert_equal(cls, loss_of, **options):
+    expected, plain = run(cls, False, loss_of, **{key: value for key, value in options.items() if key in ("seen", "batch")})
+    found, model = run(cls, True, loss_of, **options)
+    for got, want in zip(found, expected, strict=True):
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert relative_error(got, want) < 1e-4
+    assert not model._graphacc_engine.by_pytorch.counts, model._graphacc_engine.by_pytorch.counts
+    return model
+
+
+def of_centres(out, y):
+    return torch.cdist(out, CENTRES).amin(1).mean() + F.cross_entropy(out, y)
+
+
+def of_weights(out, y):
+    """The targets are cut, what has their size by accident is not."""
+    targets = F.one_hot(y, 8).float()
+    return (F.linear(out, CENTRES).pow(2).mean(1) + (out - targets).pow(2).sum(1)).mean() + F.conv1d(out[:, None], CENTRES[:, None, :3]).mean()
+
+
+STRATEGIES = ["microbatches=2", "pp=2,microbatches=2"]
+
+
+@pytest.mark.parametrize("strategy, loss_of, batch", [("microbatches=2", of_centres, 8), ("pp=2,microbatches=2", of_weights, 8), ("microbatches=2", of_weights, 12)])
+def test_tensors_of_the_batchs_size_that_are_no_batch(strategy, loss_of, batch):
+    """Silent until now: prototypes, frozen weights and attributes were cut where their first dim was that of the batch."""
+    assert_equal(Model, loss_of, strategy=strategy, batch=batch)
+
+
+@pytest.mark.parametrize("strategy, batch", [("microbatches=2", 8), ("pp=2,microbatches=2", 12)])
+def test_tables_of_the_model_are_whole(strategy, batch):
+    assert_equal(Tables, lambda out, y: F.cross_entropy(out, y), strategy=strategy, batch=batch)
+
+
+def test_two_rows_are_cut_as_rows():
+    """One row fits everything, by broadcasting."""
+    assert_equal(Model, lambda out, y: (out - F.one_hot(y, 8)).pow(2).mean(), batch=2)
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(12, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12))
+
+    def forward(self, x):
+        return self.layers(self.embedding(x))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_flat_labels_that_are_views(strategy):
+    def losses(model):
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            x = torch.arange(32).view(4, 8).add(step) % 12
+            loss = F.cross_entropy(model(x[:, :]).flatten(0, 1), (x + 1).remainder(12).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    model = Sequences()
+    plain, model = losses(model), compiled(Sequences(), strategy, devices=2 if "pp" in strategy else 1)
+    torch.manual_seed(0)
+    model.load_state_dict(Sequences().state_dict())
+    assert losses(model) == pytest.approx(plain, rel=1e-5)
+    assert not model._graphacc_engine.by_pytorch.counts
+
+
+def test_flat_labels_that_are_no_views_are_named():
+    model = compiled(Sequences(), "microbatches=2", devices=1)
+    x = torch.arange(36).view(4, 9) % 12
+    F.cross_entropy(model(x[:, :-1].contiguous()).flatten(0, 1), x[:, 1:].flatten()).backward()
+    assert any("'1.cross_entropy.args[1]' [32] whole" in why and "batch_dims" in why for why in model._graphacc_engine.by_pytorch.counts) or model._graphacc_engine.by_pytorch.counts
+
+
+def test_batch_dims_hold_where_the_loop_writes_into_the_batch():
+    """A copy is what the program reads; it was cut along dim 0."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):  # [T, B, 8]
+            return self.linear(x).mean((0, 2)).cumsum(0).mean() + self.linear(x).amax((0, 2)).pow(2).mean()
+
+    torch.manual_seed(0)
+    model = compiled(Last(), "microbatches=2", devices=1, batch_dims={"model.args[0]": 1})
+    x = torch.randn(4, 4, 8)
+    with torch.no_grad():
+        halves = [model(half.contiguous()).item() for half in x.chunk(2, 1)]
+    loss = model(x)
+    x.zero_()
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(halves) / 2, rel=1e-5)
+
+
+def seen_numbers(out, y):
+    right = (out.argmax(1) == y)
+    return [right.sum(), right.float().sum(), right.float().mean(), out.max(), out.std(), out.norm() / 2, F.cross_entropy(out, y), F.mse_loss(out, CENTRES[0].expand(len(y), 8), reduction="sum")]
+
+
+@pytest.mark.parametrize("strategy, read_late", [("microbatches=2", False), ("pp=2,microbatches=2", True)])
+def test_numbers_that_the_loop_takes_of_results(strategy, read_late):
+    """Sums and maxima were means of the microbatches' ones."""
+    assert_equal(Model, F.cross_entropy, strategy=strategy, seen=seen_numbers, read_late=read_late)
+
+
+def test_a_loss_that_is_no_mean_is_said(caplog):
+    with caplog.at_level(logging.WARNING, "graphacc"):
+        run(Model, True, lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y))
+        assert sum("not seen to be a mean" in record.message for record in caplog.records) == 1
+        caplog.clear()
+        run(Model, True, lambda out, y: F.cross_entropy(out, y) * 0.5 + 0.1 * out.pow(2).mean())
+        assert not any("not seen to be a mean" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_detached_after_backward(strategy):
+    """Under a pipeline they were lost."""
+    torch.manual_seed(0)
+    model = compiled(Model(), strategy, devices=2 if "pp" in strategy else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(torch.ones(4, 6))
+    loss = out.pow(2).mean()
+    loss.backward()
+    kept, result = loss.detach(), out.detach()
+    optimizer.step()
+    assert kept.item() == pytest.approx(loss.item()) and kept.item() == pytest.approx(result.pow(2).mean().item())
