@@ -25,6 +25,10 @@ class ParameterWritten(CaptureError):
         self.names = frozenset(names)
 
 
+class RowsCounted(CaptureError):
+    """What the loop gives counts rows of the whole batch, of which a program has a microbatch."""
+
+
 class GraphError(GraphAccError):
     """A StepGraph breaks one of its invariants; the message names the node, and the pass when there is one."""
 

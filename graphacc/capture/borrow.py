@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from graphacc._compat.torch_ import own_parametrization_cache
+from graphacc._compat.torch_ import own_parametrization_cache, patched
 from graphacc.errors import CaptureError
 
 _GIVEN = "_graphacc_given"  # names of the attributes that a replacement has from what it replaces
@@ -87,13 +87,24 @@ def borrowed(model: nn.Module, *, hooks: bool = False):
     tables = (*_TABLES, *_HOOKS, *_HOOK_OPTIONS) if hooks else _TABLES
     saved = [(module, dict(vars(module)), {table: vars(module)[table].copy() for table in tables if table in vars(module)}) for module in model.modules()]
     try:
-        with own_parametrization_cache():
+        with own_parametrization_cache(), patched(nn.Module, to=_to):
             yield
     finally:
         for module, attributes, contents in saved:
             _restore(vars(module), attributes)
             for table, content in contents.items():
                 _refill(vars(module)[table], content)
+
+
+_original_to = nn.Module.to
+
+
+def _to(module: nn.Module, *args, **kwargs) -> nn.Module:
+    """``module.to(dtype)`` in a forward, which most often changes nothing (transformers' routers), while other tensors are in the places of the module's own."""
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    tensors = [*module.parameters(), *module.buffers()]
+    is_same = all((device is None or device == x.device) and (dtype is None or dtype == x.dtype or not x.is_floating_point()) for x in tensors)
+    return module if is_same and memory_format is None else _original_to(module, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def names_of(code: types.CodeType | None) -> set[str]:
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
     """The global names, and no attributes, in a function's code, and in that of functions inside it."""
-    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return frozenset(names.union(*(globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))))
 
 

@@ -11,9 +11,10 @@ from graphacc import hlo
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import Backend, Batch, capture_forward, capture_gradients, capture_joint, capture_update, capture_vjp, stitch
 from graphacc.capture.diagnose import Passing
-from graphacc.errors import CaptureError, LoopError, StrategyError
+from graphacc.errors import CaptureError, LoopError, RowsCounted, StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
+from graphacc.loop.bounds import Range, indices_of
 from graphacc.loop.managed import Handle
 from graphacc.loop.tape import Param, Ref, Tape
 
@@ -106,14 +107,27 @@ def joint_graph(
             if not isinstance(error, Passing) and (cut := _to_be_cut(tape, env)):
                 raise _Uncut(cut) from error
             raise
-        loss = env[tape.loss] if microbatches == 1 else env[tape.loss] / microbatches
-        return loss, [env[i] for i in outputs]
+        if microbatches == 1:
+            return env[tape.loss], [env[i] for i in outputs]
+        results = [i for call in tape.forward_calls if tape.engine.is_model(call.function) for i in call.results if tape.values[i].dim()]
+        shapes.append(not results or any(env[i].shape != tape.values[i].shape for i in results))
+        return env[tape.loss] / microbatches, [env[i] for i in outputs]
 
+    shapes: list[bool] = []  # whether results are as large as the microbatch
     whole = batch_of(tape, tape.forward_calls)
     while True:
         leaves = tuple(microbatch(leaf, tape, index, microbatches, 0) for index, leaf in enumerate(whole.leaves))
         try:
-            return _renumber(capture_joint(model, forward, dataclasses.replace(whole, leaves=leaves), precision=precision, backend=backend), outputs)
+            step = _renumber(capture_joint(model, forward, dataclasses.replace(whole, leaves=leaves), precision=precision, backend=backend), outputs)
+            if not all(shapes):
+                cut = [path for index, path in enumerate(whole.paths) if _microbatch_dim(tape, index, microbatches) is not None]
+                raise RowsCounted(
+                    f"microbatches={microbatches} cut {', '.join(map(repr, cut))}, and the model's results are as large as those of the whole batch: what was cut are no examples "
+                    "(words of all texts, nodes of a graph).\n  remedy: name the dim of the examples, or None, by graphacc.compile(..., batch_dims={...}), or leave microbatches out"
+                )
+            if microbatches > 1 and isinstance(step, StepGraph):
+                _check_row_numbers(step, tape)
+            return step
         except _Uncut as found:
             tape.engine.cut[tape.forward_key] = tape.engine.cut.get(tape.forward_key, frozenset()) | found.externals
         except CaptureError as error:
@@ -124,6 +138,50 @@ def joint_graph(
                     "graphacc.compile(..., batch_dims={its name: 0}), or flatten it by .view(-1) or .flatten() of a tensor with the batch in dim 0"
                 )
             raise
+
+
+def _check_row_numbers(step: StepGraph, tape: Tape) -> None:
+    """Nothing that the loop gives counts rows of the whole batch (``logits[torch.arange(B), y]``, a permutation), of which a microbatch has a part.
+
+    Raises:
+        CaptureError: an index that follows from the batch has another range in the graph of a microbatch than where the call was recorded.
+    """
+    known = frozenset().union(*(call.ranges for call in tape.forward_calls))
+    integers: set[torch.fx.Node] = set()  # that follow from integers of the batch, and from constants, alone
+    constants: set[torch.fx.Node] = set()
+    kinds = dict(zip(step.placeholders, step.inputs))
+    for node in step.graph.nodes:
+        value = node.meta.get("val")
+        if node in kinds:
+            integers |= {node} if kinds[node].kind is Kind.BATCH and not node.meta["val"].is_floating_point() else set()
+        if node.op != "call_function":
+            continue
+        operands = set(node.all_input_nodes)
+        if not operands:
+            constants.add(node)
+        elif isinstance(value, Tensor) and not value.is_floating_point() and operands <= integers | constants and operands & integers:
+            integers.add(node)
+        if node.meta.get("phase") is not Phase.FORWARD or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        given = {id(operand.meta["val"]): operand for operand in operands}
+        found = [(given.get(id(index)), allowed) for index, allowed in indices_of(node.target, args, kwargs)]
+        for place, (index, allowed) in enumerate(found):
+            is_new = allowed.high not in {ends[place] for ends in known if len(ends) == len(found)}
+            if index in integers and (is_new or _goes_beyond(kinds.get(index), allowed, tape)):
+                line = node.meta.get("stack_trace", "").rstrip()
+                raise RowsCounted(
+                    f"{node.target} has an index that the loop gives and that counts rows of the whole batch, of which a microbatch has {allowed.high}.{chr(10) + line if line else ''}\n"
+                    "  remedy: make the numbers of rows in the model's forward (torch.arange(len(x))), or leave microbatches out"
+                )
+
+
+def _goes_beyond(item: Input | None, allowed: Range, tape: Tape) -> bool:
+    """Whether a part of a tensor that the loop gives is out of range as an index in its microbatch, for sizes that are equal by chance."""
+    if item is None or item.target not in tape.external_paths:
+        return False
+    external, count = tape.external_paths.index(item.target), tape.engine.programs.strategy.microbatches
+    return any(allowed.violation(microbatch(tape.given(external), tape, external, count, part)) is not None for part in range(count))
 
 
 class _Uncut(Passing):

@@ -162,6 +162,7 @@ class Recorder(_WithMasks):
         self.log = Log()
         self.reads: list[Read] = []
         self.bounds: list[Bound] = []
+        self.ranges: set[tuple[int, ...]] = set()  # of the indices of every operator that has some: the ends
         self.operators: list = []
         self._notes_operators = notes_operators
         self._earlier = earlier
@@ -187,7 +188,10 @@ class Recorder(_WithMasks):
         written = frozenset(map(memory_of, overwritten))
         if follows and self._answering is not None and decides(func, args, kwargs):
             return self._answer(self._answering, func, places, spec)
-        for index, allowed in indices_of(func, args, kwargs):
+        found = list(indices_of(func, args, kwargs))
+        if found:
+            self.ranges.add(tuple(allowed.high for _, allowed in found))
+        for index, allowed in found:
             self._note_bound(func._schema.name.removeprefix("aten::"), index, allowed)
         result = func(*args, **kwargs)
         if self._notes_operators and func.namespace != "prim" and func is not aten.clone.default:  # questions for attributes; a copy, where strides ask for one

@@ -15,6 +15,7 @@ from graphacc.capture.guards import no_python_randomness
 from graphacc.graph import Kind
 from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
+from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled
 from graphacc.loop.promise import written_too_early
@@ -329,7 +330,7 @@ class Execution:
         if tape.bucket is not None:
             code, batch = tape.bucket.code, tuple((index, *tape.bucket.tape.external_key(index)) for index, *_ in batch)
         batch = BatchForms.of(batch, tuple(tape.external_paths[index] for index, *_ in batch))
-        return {"batch shapes": batch, "recorded code or module modes": (code, tape.loss, tape.frozen)}
+        return {"batch shapes": batch, "recorded code or module modes": RecordedCode((code, tape.loss, tape.frozen))}
 
     def _run(
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None

@@ -4,6 +4,7 @@ In a call of the model each is a `Given`, and its value is an input of the progr
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from graphacc.loop import trees
 
 MAX_VALUES = 16
 """Calls in a row, each with a new value of an argument that is a constant of a program, and tensors of the same shapes."""
+MAX_NUMBERS = 64
+"""Numbers among the arguments of one call; where there are more, they are constants."""
 PER_VALUE = (
     "the number {} has another value at every call, the code needs the value itself, and each would need a program of its own "
     f"({MAX_VALUES} were compiled): use it in arithmetic and comparisons alone, or pass it as a tensor"
@@ -36,15 +39,19 @@ class Streaks:
     """Numbers that are constants of programs, and have a new value at every call."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[object, set[int | float], int]] = {}  # of a number: its last value, all, and how many calls in a row had another one
+        self._known: dict[Hashable, tuple[tuple[Hashable, Hashable], set[Hashable], int]] = {}  # of a number: what its call had last, its values, and how many calls in a row had another one
 
-    def note(self, key: Hashable, value: int | float) -> bool:
-        """Whether too many calls in a row, up to this one, have had another value."""
-        last, values, length = self._known.get(key, (value, set(), 0))
-        length = length + 1 if value != last else 0
+    def note(self, key: Hashable, value: Hashable, form: Hashable = None) -> bool:
+        """Whether too many calls in a row, up to this one, have had another value, and nothing else that asks for a program.
+
+        Args:
+            form: of what the call has besides.
+        """
+        last, values, length = self._known.get(key, ((value, form), set(), 0))
+        length = length + 1 if last[0] != value and last[1] == form else 0
         if len(values) <= MAX_VALUES:
             values.add(value)
-        self._known[key] = value, values, length
+        self._known[key] = (value, form), values, length
         return length > MAX_VALUES and len(values) > MAX_VALUES
 
 
@@ -70,8 +77,13 @@ class GivenNumbers:
         Returns:
             The numbers that are inputs, by label.
         """
-        present = dict(_numbers((args, kwargs), ()))
+        present = dict(itertools.islice(_numbers((args, kwargs), ()), MAX_NUMBERS + 1))
         if not present:
+            return {}
+        called = path, torch.is_grad_enabled()
+        if len(present) > MAX_NUMBERS:  # such as lists of words
+            if self._streaks.note(called, tuple(value for _, value in _numbers((args, kwargs), ())), _form(args, kwargs)):
+                self.too_many[called] = PER_VALUE.format("of the arguments (one of many)")
             return {}
         last, self._last[path] = self._last.get(path, {}), present
         changed = [where for where, value in present.items() if type(before := last.get(where)) is type(value) and before != value]
@@ -80,9 +92,8 @@ class GivenNumbers:
                 self._inputs[path, where] = label
                 self.labels.add(label)
         if not self._fixed.isdisjoint(labels := {_label(path, where): value for where, value in present.items()}):
-            form = tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            called = path, torch.is_grad_enabled()
-            if many := [label for label in self._fixed & labels.keys() if self._streaks.note((*called, form, label), labels[label])]:
+            form = _form(args, kwargs)
+            if many := [label for label in self._fixed & labels.keys() if self._streaks.note((*called, label), labels[label], form)]:
                 self.too_many[called] = PER_VALUE.format(min(many))
         return {label: value for where, value in present.items() if (label := self._inputs.get((path, where))) is not None}
 
@@ -94,7 +105,7 @@ class GivenNumbers:
     def lift(self, path: str, args: tuple, kwargs: dict) -> tuple[tuple[tuple, dict], dict[str, int | float]]:
         """The arguments with a `Given` for each number that is an input, and those numbers by label."""
         values: dict[str, int | float] = {}
-        if not any(known == path for known, _ in self._inputs):
+        if not any(known == path for known, _ in self._inputs) or sum(1 for _ in itertools.islice(_numbers((args, kwargs), ()), MAX_NUMBERS + 1)) > MAX_NUMBERS:
             return (args, kwargs), values
 
         def found(where: Where, value: int | float) -> object:
@@ -129,6 +140,10 @@ def _label(path: str, where: Where) -> str:
     """The argument number 1 is "argument 1", that of the name beta in a dict that is the argument `config` is "argument config['beta']"."""
     shown = f"{ARGUMENT}{where[1]}" + "".join(f"[{part!r}]" for part in where[2:])
     return f"{shown} of {path}" if path else shown
+
+
+def _form(args: tuple, kwargs: dict) -> Hashable:
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _numbers(node: object, where: Where) -> Iterator[tuple[Where, int | float]]:

@@ -46,6 +46,8 @@ MAX_REWRITTEN = 8
 """Changes of a variable's tensor, each of which is another capture."""
 MAX_STREAK = 16
 """Calls in a row, each with a new value of what is a constant of a program."""
+MAX_CHANGES = 64
+"""Tokens of which it is known what had changed."""
 _DEPTH = 16  # of functions that call functions
 _INSIDE = 3  # of what containers and objects lead to
 _SPECIAL = {f"__{name}__" for name in ("call", "getitem", "getattr", "get", "len", "bool", "iter", "contains", "enter", "exit", "eq", "lt", "float", "int", "index")}
@@ -82,6 +84,7 @@ class Guards:
         self._places: dict[tuple[int, object], Place] = {}
         self._functions: set[types.CodeType] = set()
         self._keys: dict[tuple, int] = {}
+        self.changes: dict[int, list[str]] = {}  # token -> what had changed when it was given last
         self._token = 0
         self._watch: Callable = lambda owner: None
         self._files: list[str] = []  # that the code which was run has read
@@ -112,6 +115,8 @@ class Guards:
     def token(self) -> tuple[int, list[str]]:
         """A number that is equal where all that was read is, and what changed since the last time."""
         self._num_checks += 1
+        if self._inside:
+            self._follow_containers()
         for label in [label for label, kind in self.numbers.items() if type(self._value(label)) is not kind]:
             self.fix(label)
         if all(place.unchanged() for place in self._places.values()):
@@ -135,7 +140,28 @@ class Guards:
                 self._note_streak(f"{place.label}.{name}", after)
         key = (*self.numbers, None, *((id(place), *place.names.items()) for place in self._places.values()))
         self._token = self._keys.setdefault(key, len(self._keys) + 1)
-        return self._token, [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
+        said = self.changes[self._token] = [f"{place.label}.{name}: {_text(before)} -> {_text(after)}" for place, (name, before, after) in changed]
+        if len(self.changes) > MAX_CHANGES:
+            self.changes.pop(next(iter(self.changes)))
+        return self._token, said
+
+    def _follow_containers(self) -> None:
+        """The loop may put another dict into the place of one in which numbers are inputs (``self.config = {**self.config, "beta": 0.2}``)."""
+        found: dict[str, list[tuple[Any, Any] | None]] = {}
+        for place in self._places.values():
+            for label, held in place.numbers_inside():
+                found.setdefault(label, []).append(held)
+        for label, places in found.items():
+            if label not in self.numbers:
+                continue
+            owner, name = self._labels[label]
+            first = places[0]
+            if first is None or any(held is None or held[0] is not first[0] or held[1] != first[1] for held in places):
+                self.fix(label)
+            elif first[0] is not owner or first[1] != name:
+                del self._numbers_at[id(owner), name]
+                self._labels[label] = first
+                self._numbers_at[id(first[0]), first[1]] = label
 
     def _takes_number(self, label: str, owner: object, name: str, found: Hashable) -> bool:
         """Whether a number that has changed becomes an input; if not, what `found` is the snapshot of is a constant."""
@@ -647,9 +673,10 @@ class Guards:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(function, Attributes(function), code.co_name, name, getattr(function, name))
         self._words |= texts_of(code)
-        names, absent = names_of(code), globals_of(code) - function.__globals__.keys()
+        names, used = names_of(code), globals_of(code)
+        absent, used = used - function.__globals__.keys(), used & function.__globals__.keys()
         if "globals" in absent:
-            names = names | {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
+            used |= {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
         variables = self._place(function.__globals__, function.__globals__, function.__module__)
         self.asks_for_types |= "type" in absent and asks_for_types(code)
         for name in absent:  # a variable of that name would hide the built-in one
@@ -662,13 +689,13 @@ class Guards:
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):
                 self._note_variable(function, Cells(function), code.co_name, name, cell.cell_contents, depth, watch, names)
-        for name in names & function.__globals__.keys():
+        for name in used:
             self._note_class(function.__globals__[name], names)
         if code in self._functions:
             return
         self._functions.add(code)
         try:
-            for name in names & function.__globals__.keys():
+            for name in used:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType):
                     self._note_module(value, names, depth, watch)

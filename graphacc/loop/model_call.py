@@ -85,6 +85,54 @@ class ModelCall:
                     table[name] = typing.cast(nn.Parameter, tensor)
 
 
+class RecordedCode(tuple):
+    """What tells the code of programs apart: (its `Identity`, ...)."""
+
+    def differences(self, before: object) -> list[str]:
+        """What is not as it was in the calls of the model, in words."""
+        calls, others = _calls(self), _calls(before)
+        models, earlier = ([call[0] for call in recorded if isinstance(call[0], ModelCall)] for recorded in (calls, others))
+        if not calls or not others or calls == others:
+            return []
+        if len(models) != len(earlier):
+            return ["other calls of the model"]
+        found: dict[str, None] = {}
+        for call, other in zip(models, earlier):
+            found |= dict.fromkeys(_differences(call, other))
+        for (function, leaves, *_), (before_it, earlier_leaves, *_) in zip(calls, others):
+            if isinstance(function, ModelCall) == isinstance(before_it, ModelCall) and len(leaves) == len(earlier_leaves):
+                name = getattr(function, "__name__", "the model")
+                constants = [(old, new) for (_, old), (_, new) in zip(earlier_leaves, leaves) if old != new and isinstance(new, _SHOWN) and isinstance(old, _SHOWN)]
+                found |= dict.fromkeys(f"an argument of {name}: {old!r} -> {new!r}" for old, new in constants)
+        return list(found) or ["other functions of the loop, or other arguments"]
+
+
+_SHOWN = (int, float, str, type(None))
+
+
+def _calls(code: object) -> list[tuple]:
+    recorded = getattr(code[0], "value", ()) if isinstance(code, RecordedCode) else ()
+    return [call for call in recorded if isinstance(call, tuple) and len(call) > 2 and callable(call[0])]
+
+
+def _differences(call: "ModelCall", before: "ModelCall") -> Iterator[str]:
+    trains, trained = (dict(each.mode[0]) for each in (call, before))
+    if switched := [module for module in trains if module in trained and trains[module] != trained[module]]:
+        yield f"{'train' if trains[switched[0]] else 'eval'}() of {len(switched)} module(s)"
+    if call.mode[1] != before.mode[1]:
+        yield "requires_grad or hooks of parameters"
+    if trains.keys() != trained.keys() or call.mode[2] != before.mode[2]:
+        yield "the modules, or their classes"
+    if call.state != before.state:
+        yield from call.engine.guards.changes.get(call.state) or ["Python state that the model reads"]
+    if new := [label for label in call.inputs if label not in before.inputs]:
+        yield f"{', '.join(new)} became an input"
+    elif call.decided != before.decided:
+        yield "a decision by a number"
+    if call.answers != before.answers:
+        yield "answers that its code gets about the batch"
+
+
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
     for module, flag in zip(modules, flags, strict=True):
         module.training = flag

@@ -6,7 +6,7 @@ import itertools
 import operator
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -57,6 +57,12 @@ class Place:
         """A number in the container that the name has is an input of the program."""
         self._inside.setdefault(name, {})[path] = label
         self.names[name] = self.snapshot(name, self.table.get(name, MISSING))
+
+    def numbers_inside(self) -> Iterator[tuple[str, tuple[Any, Any] | None]]:
+        """Label of every number in a container that is an input, and the dict or namespace that holds it now, with the name in it; None if it is gone."""
+        for name, inside in self._inside.items():
+            for path, label in inside.items():
+                yield label, _at(self.table.get(name, MISSING), path)
 
     def give_up_number(self, label: str) -> None:
         """It is none any more."""
@@ -115,6 +121,18 @@ class Place:
 
 Path = tuple[int, ...]
 """Numbers of the items that lead from a container into those in it."""
+
+
+def _at(value: Any, path: Path) -> tuple[Any, Any] | None:
+    """The dict or namespace, and the name in it, to which a path leads."""
+    for depth, place in enumerate(path):
+        inner = vars(value) if isinstance(value, NAMESPACES) else value
+        if not isinstance(inner, CONTAINERS) or place >= len(inner):
+            return None
+        if depth == len(path) - 1:
+            return (value, list(inner)[place]) if isinstance(inner, dict) else None
+        value = list(inner.values() if isinstance(inner, dict) else inner)[place]
+    return None
 
 
 def _without(found: Hashable, path: Path) -> Hashable:

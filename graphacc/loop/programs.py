@@ -23,6 +23,7 @@ from graphacc.hlo import HloStep
 from graphacc.loop.build import Step
 from graphacc.loop.description import describe, label
 from graphacc.loop.identity import Identity
+from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.offload import Offload
 from graphacc.passes.experts import check_pins, find_experts
 from graphacc.passes.hlo.shardings import with_layouts
@@ -534,8 +535,9 @@ class Programs:
         if before is None:
             return f"first {kind}"
         changed = [name for name, value in aspects.items() if before.get(name) != value]
-        shapes = [text for name in changed if isinstance(value := aspects[name], BatchForms) for text in value.differences(before.get(name))]
-        return "other " + ", ".join(changed) + (f": {', '.join(shapes)}" if shapes else "")
+        found = [text for name in changed if isinstance(value := aspects[name], (BatchForms, RecordedCode)) for text in value.differences(before.get(name))]
+        shown = found[:MAX_SHOWN] + [f"and {len(found) - MAX_SHOWN} more"] * (len(found) > MAX_SHOWN)
+        return "other " + ", ".join(changed) + (f": {', '.join(shown)}" if shown else "")
 
 
 def _unread_keys(graph: Step) -> list[Input]:

@@ -101,6 +101,7 @@ class Call:
     reads: tuple[Read, ...] = ()  # values of the batch that its code asked for
     log: Log | None = None  # what later calls need to know to ask for values
     bounds: tuple[Bound, ...] = ()  # of indices in the batch, to be checked in every call
+    ranges: frozenset[tuple[int, ...]] = frozenset()  # of the indices of every operator that has some: the ends
     operators: tuple = ()  # what it ran on fake tensors, and with which numbers, where lengths are bucketed
     unused: frozenset[int] = frozenset()  # tensors from outside that require a gradient, and get none from any result
     draws: bool = False  # random numbers
@@ -630,6 +631,7 @@ class Tape:
             reads=reads,
             log=None if recorder is None else recorder.kept_log(self.values[index] for index in indices),
             bounds=bounds,
+            ranges=frozenset() if recorder is None else frozenset(recorder.ranges),
             operators=() if recorder is None else tuple(recorder.operators),
             unused=self._unused(fakes, refs, leaves),
             draws=self.engine.fakes.drew,

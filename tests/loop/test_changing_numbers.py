@@ -257,6 +257,44 @@ def test_numbers_in_containers_are_inputs(forward):
     assert_equal(forward, between=begun_anew, programs=4)
 
 
+def test_another_container_takes_the_place_of_one():
+    """Its numbers are read; those of the first one were."""
+
+    def exchange(model, step):
+        model.config = {**model.config, "beta": 0.3 + 0.1 * step}
+        if step == 3:
+            model.config = dict(reversed(model.config.items()))
+
+    assert_equal(of_attributes, between=exchange, steps=7)
+
+
+def test_a_container_in_two_places_is_parted():
+    def forward(self, x):
+        return self.linear(x) * self.config["beta"] * self.other["beta"]
+
+    class Both(with_forward(forward)):
+        def __init__(self):
+            super().__init__()
+            self.other = self.config
+
+    def part(model, step):
+        model.config["beta"] += 0.1
+        if step == 3:
+            model.other = dict(model.config)
+
+    _, expected = trained(Both, False, lambda step: ((), {}), part, steps=8)
+    _, found = trained(Both, True, lambda step: ((), {}), part, steps=8)
+    assert [row[0] for row in found] == pytest.approx([row[0] for row in expected], rel=1e-5)
+
+
+def test_long_lists_of_numbers():
+    def forward(self, x, words):
+        return self.linear(x) + self.embedding(torch.tensor(words)).mean(0)
+
+    model = assert_equal(forward, lambda step: ((torch.randint(16, (70,), generator=torch.Generator().manual_seed(step)).tolist(),), {}), steps=20, by_pytorch=True)
+    assert any("one of many" in why for why in model._graphacc_engine.by_pytorch.counts)
+
+
 def test_numbers_in_containers_whose_values_are_needed():
     def forward(self, x):
         return self.linear(x)[: self.config["count"]]

@@ -556,3 +556,50 @@ def test_a_forward_that_asks_whether_gradients_are_on(strategy):
         if one is reference:
             expected = found
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+features = torch.zeros(4)
+
+
+class WithFeatures(nn.Linear):
+    """Has an attribute of the name of a variable of this file."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.features = 2.0
+
+    def forward(self, x):
+        return super().forward(x) * self.features
+
+
+def test_a_variable_of_the_name_of_an_attribute_is_not_read():
+    """A script's loop has ``loss`` and ``x`` as variables, and models have attributes of these names: each step was compiled anew."""
+    global features
+    model = graphacc.compile(WithFeatures(), devices=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        features = torch.full((4,), float(step))
+        model(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(model.programs) == 1, model.explain()
+
+
+def test_a_part_that_is_moved_to_its_own_dtype():
+    """``self.router = self.router.to(self.dtype)``, as transformers' mixtures of experts have it."""
+
+    class Routed(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.router = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.router = self.router.to(torch.float32)
+            return super().forward(self.router(x)).to(x.dtype)
+
+    torch.manual_seed(0)
+    expected = train(Routed(), 3)
+    torch.manual_seed(0)
+    model = graphacc.compile(Routed(), devices=1)
+    assert_close(torch.tensor(train(model, 3)), torch.tensor(expected), tolerance=LOSS)
+    assert not model._graphacc_engine.by_pytorch.counts and len(model.programs) == 1, model.explain()

@@ -187,3 +187,69 @@ def test_results_detached_after_backward(strategy):
     kept, result = loss.detach(), out.detach()
     optimizer.step()
     assert kept.item() == pytest.approx(loss.item()) and kept.item() == pytest.approx(result.pow(2).mean().item())
+
+
+class Bag(nn.Module):
+    """Words of all texts, and where each text begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.linear = nn.EmbeddingBag(12, 8), nn.Linear(8, 4)
+
+    def forward(self, words, offsets):
+        return self.linear(self.words(words, offsets))
+
+
+def by_rows(model, x, step):
+    return -model(x).log_softmax(-1)[torch.arange(len(x)), torch.arange(len(x)) % 8].mean()
+
+
+def against_each_other(model, x, step):
+    out = model(x)
+    return F.cross_entropy(out @ out.T, torch.arange(len(x)))
+
+
+def shuffled(model, x, step):
+    out = model(x)
+    return (out - out[torch.arange(len(x)).roll(3)]).pow(2).mean()
+
+
+def bags(model, x, step):
+    return F.cross_entropy(model(torch.arange(24) % 12, torch.tensor([0, 4, 9, 15])), torch.tensor([0, 3, 1, 2]))
+
+
+@pytest.mark.parametrize("cls, loss_of, batch", [(Model, by_rows, 16), (Model, against_each_other, 8), (Model, shuffled, 8), (Bag, bags, 8)])
+def test_numbers_of_rows_are_those_of_the_whole_batch(cls, loss_of, batch):
+    """A part of the batch has not all the rows that indices name, and XLA takes another row: PyTorch runs such a step."""
+    torch.manual_seed(0)
+    plain = cls()
+    torch.manual_seed(0)
+    model = compiled(cls(), "microbatches=2", devices=1)
+    losses = []
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            loss = loss_of(one, torch.randn(batch, 6, generator=torch.Generator().manual_seed(step)), step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert any("rows of the whole batch" in why or "batch_dims" in why for why in model._graphacc_engine.by_pytorch.counts)
+
+
+def test_rows_that_the_forward_counts_are_compiled():
+    class Counting(Model):
+        def forward(self, x, y):
+            return -self.layers(x).log_softmax(-1)[torch.arange(len(x)), y].mean()
+
+    torch.manual_seed(0)
+    model, y = compiled(Counting(), "microbatches=2", devices=1), torch.arange(8) % 8
+    x = torch.randn(8, 6)
+    with torch.no_grad():
+        expected = model(x, y).item()
+    loss = model(x, y)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and not model._graphacc_engine.by_pytorch.counts
