@@ -1,8 +1,9 @@
 """From a tape to StepGraphs (or HloSteps): the forward part, the gradients, the update, and the whole step."""
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from graphacc.graph import Input, Kind, Phase, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.bounds import Range, indices_of
 from graphacc.loop.managed import Handle
+from graphacc.loop.microbatches import Attempts, CutOtherwise, expected_failures
 from graphacc.loop.tape import Param, Ref, Tape
 
 Step = StepGraph | HloStep
@@ -102,10 +104,11 @@ def joint_graph(
     def forward(module: nn.Module, leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         env: dict[int, Tensor] = {}
         try:
-            tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
+            with expected_failures() if microbatches > 1 else contextlib.nullcontext():
+                tape.replay(tape.forward_calls, env, dict(enumerate(leaves)), TensorsNow(module))
         except Exception as error:
-            if not isinstance(error, Passing) and (cut := _to_be_cut(tape, env)):
-                raise _Uncut(cut) from error
+            if not isinstance(error, Passing) and microbatches > 1 and attempts.cut_more(env):
+                raise CutOtherwise from error
             raise
         if microbatches == 1:
             return env[tape.loss], [env[i] for i in outputs]
@@ -113,6 +116,7 @@ def joint_graph(
         shapes.append(not results or any(env[i].shape != tape.values[i].shape for i in results))
         return env[tape.loss] / microbatches, [env[i] for i in outputs]
 
+    attempts = Attempts(tape)
     shapes: list[bool] = []  # whether results are as large as the microbatch
     whole = batch_of(tape, tape.forward_calls)
     while True:
@@ -128,8 +132,8 @@ def joint_graph(
             if microbatches > 1 and isinstance(step, StepGraph):
                 _check_row_numbers(step, tape)
             return step
-        except _Uncut as found:
-            tape.engine.cut[tape.forward_key] = tape.engine.cut.get(tape.forward_key, frozenset()) | found.externals
+        except CutOtherwise:
+            continue
         except CaptureError as error:
             uncut = [f"{path!r} {list(leaf.shape)}" for index, (path, leaf) in enumerate(zip(whole.paths, whole.leaves)) if leaf.dim() and _microbatch_dim(tape, index, microbatches) is None]
             if microbatches > 1 and uncut:
@@ -182,25 +186,6 @@ def _goes_beyond(item: Input | None, allowed: Range, tape: Tape) -> bool:
         return False
     external, count = tape.external_paths.index(item.target), tape.engine.programs.strategy.microbatches
     return any(allowed.violation(microbatch(tape.given(external), tape, external, count, part)) is not None for part in range(count))
-
-
-class _Uncut(Passing):
-    """Tensors from outside, by their numbers, that have to be cut into microbatches, too."""
-
-    def __init__(self, externals: frozenset[int]):
-        super().__init__(f"microbatches of {sorted(externals)}")
-        self.externals = externals
-
-
-def _to_be_cut(tape: Tape, env: Mapping[int, Tensor]) -> frozenset[int]:
-    """After a replay that failed: what of the tensors with the size of the batch the failing call was given whole, or else what earlier ones were."""
-    calls = tape.forward_calls
-    failed = next((place for place, call in enumerate(calls) if not env.keys() >= set(call.results)), len(calls))
-    left = tape.loose - tape.engine.cut.get(tape.forward_key, frozenset())
-    for group in (calls[failed : failed + 1], calls[:failed]):
-        if found := left.intersection(index for call in group for index in call.externals):
-            return frozenset(found)
-    return frozenset()
 
 
 def forward_graph(
@@ -289,11 +274,12 @@ def _microbatch_dim(tape: Tape, external: int, count: int) -> int | None:
         return asked[path]
     given = [(path, leaf) for index, (path, leaf) in enumerate(zip(tape.external_paths, tape.externals)) if index not in tape.loose or path in asked]
     sizes = (leaf.shape[dim] for path, leaf in given if (dim := asked.get(path, 0)) is not None and dim < leaf.dim())
+    if external in tape.engine.cut.get(tape.forward_key, ()):
+        return 0
     rows = tape.rows.get(external, tensor.shape[0] if tensor.dim() else None)
     if rows is None or rows != next(sizes, None):
         return None
-    is_whole = external in tape.loose and rows != count and external not in tape.engine.cut.get(tape.forward_key, ())  # one row fits everything
-    return None if is_whole else 0
+    return None if external in tape.loose and rows != count else 0  # one row fits everything
 
 
 def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:

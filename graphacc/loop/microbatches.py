@@ -1,15 +1,21 @@
-"""Numbers that the loop takes of a model's results (right answers, a maximum), where programs have the results of microbatches.
+"""What is cut into microbatches besides the model's arguments, and numbers that the loop takes of their results.
 
-A mean is the mean of the microbatches' means. Any other number is computed by PyTorch, of values with the batch in dim 0, which are put together.
+Of the tensors that the loop gives (labels, but also tables of prototypes, and weights of classes) those are cut without which its code cannot be run on a
+part of the batch. Of the numbers (right answers, a maximum) a mean is the mean of the microbatches' means; any other number is computed by PyTorch, of values
+with the batch in dim 0, which are put together.
 """
 
-from collections.abc import Callable
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphacc.capture.diagnose import Passing
 from graphacc.loop.tape import Call, Param, Ref, Tape
 
 _MEANS = {torch.mean, Tensor.mean}
@@ -22,6 +28,78 @@ _LOSSES = {
 _LINEAR = {getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "neg", "mul", "rmul", "truediv")}
 _LINEAR |= {getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub", "mul", "div", "neg")}
 _SAME = {Tensor.detach, Tensor.clone, Tensor.float, Tensor.double, Tensor.cpu, Tensor.squeeze, Tensor.mean}
+
+
+class CutOtherwise(Passing):
+    """Code cannot be run on a part of the batch; further tensors are cut in the next attempt."""
+
+
+class Attempts:
+    """What is cut in one capture after the other, until the code can be run: `Engine.cut`."""
+
+    def __init__(self, tape: Tape):
+        self.tape = tape
+        self._before: dict[int, frozenset[int]] = {}  # call that failed -> what was cut then
+        self._left: dict[int, list[frozenset[int]]] = {}  # and what may be cut besides
+
+    def cut_more(self, env: Mapping[int, Tensor]) -> bool:
+        """After a replay that failed; False if nothing is left to be tried.
+
+        Args:
+            env: the values that it gave.
+        """
+        tape, calls = self.tape, self.tape.forward_calls
+        cut = tape.engine.cut.get(tape.forward_key, frozenset())
+        failed = next((place for place, call in enumerate(calls) if not env.keys() >= set(call.results)), len(calls))
+        if failed not in self._left:
+            self._before[failed] = cut
+            here = sorted(self._candidates(calls[failed]) - cut) if failed < len(calls) else []
+            earlier = frozenset(index for call in calls[:failed] for index in self._candidates(call)) - cut
+            options = [frozenset({index}) for index in here] + [frozenset(here)] * (len(here) > 1) + [frozenset({*here, *earlier})] * bool(earlier)
+            self._left[failed] = options
+        if not self._left[failed]:
+            return False
+        tape.engine.cut[tape.forward_key] = self._before[failed] | self._left[failed].pop(0)
+        return True
+
+    def _candidates(self, call: Call) -> set[int]:
+        """The tensors among a call's arguments that may be cut: of the size of the batch, or with the rows of each example together, as a result beside them has them."""
+        tape, size = self.tape, _batch_size(self.tape)
+        makers = {index: other for other in tape.forward_calls for index in other.results}
+        flat = {tape.values[leaf.index].shape[0] for leaf in call.leaves if isinstance(leaf, Ref) and size is not None and _is_flat(tape, makers, leaf.index, size)}
+        found = tape.loose.intersection(call.externals)
+        return {index for index in found if tape.externals[index].dim() and tape.externals[index].shape[0] in {size, *flat}}
+
+
+def _is_flat(tape: Tape, makers: Mapping[int, Call], index: int, size: int) -> bool:
+    """Whether dim 0 of a result is the batch and dims behind it in one, in this order."""
+    shape = tape.values[index].shape
+    call = makers.get(index)
+    if call is None or tape.engine.is_model(call.function) or not shape or shape[0] == size or shape[0] % size:
+        return False
+    for leaf in call.leaves:
+        if isinstance(leaf, Ref) and tape.values[leaf.index].dim():
+            if tape.values[leaf.index].shape[0] == size and call.function in _FLATTENS:
+                return True
+            if tape.values[leaf.index].shape[0] == shape[0] and _is_flat(tape, makers, leaf.index, size):
+                return True
+    return False
+
+
+_FLATTENS = {Tensor.flatten, Tensor.view, Tensor.reshape, torch.flatten, torch.reshape}
+
+
+@contextlib.contextmanager
+def expected_failures() -> Iterator[None]:
+    """What is tried inside may fail, of which torch need not tell."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
 
 
 def note_of_loss(tape: Tape) -> str | None:

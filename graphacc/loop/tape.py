@@ -858,7 +858,11 @@ class Tape:
             streams.append(first)
             tensors = [leaf for leaf in objects.flatten(result)[0] if isinstance(leaf, Tensor)]
             places = [leaf for leaf in call.result_leaves if isinstance(leaf, (Ref, External, View, Param))]
-            assert len(tensors) == len(places), f"replaying {_name(call.function)} gave {len(tensors)} tensors, {len(places)} were recorded"
+            if len(tensors) != len(places):
+                raise CaptureError(
+                    f"{_name(call.function)} gives {len(tensors)} tensors of a part of the batch, and {len(places)} of all of it, of which the loop took each by itself (a loop over the rows "
+                    "of a result): compute with all rows at once, or leave microbatches out"
+                )
             env.update((place.index, tensor) for place, tensor in zip(places, tensors) if isinstance(place, Ref))
 
     def reads(self, call: Call) -> set[int]:

@@ -40,10 +40,14 @@ def compared_with_themselves(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """A value and those that its elements are taken from."""
-    yield node
-    while node.target is operator.getitem or str(node.target) in _KEEPING:
-        node = node.args[0]
+    stack = [node]
+    while stack:
+        node = stack.pop()
         yield node
+        if node.target is operator.getitem or str(node.target) in _KEEPING:
+            stack.append(node.args[0])
+        elif str(node.target) == "aten.where.self":  # such as padding that is put out of the way
+            stack += [operand for operand in node.args[1:] if isinstance(operand, torch.fx.Node)]
 
 
 def settled(x: jax.Array) -> jax.Array:

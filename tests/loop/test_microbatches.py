@@ -126,11 +126,54 @@ def test_flat_labels_that_are_views(strategy):
     assert not model._graphacc_engine.by_pytorch.counts
 
 
-def test_flat_labels_that_are_no_views_are_named():
-    model = compiled(Sequences(), "microbatches=2", devices=1)
-    x = torch.arange(36).view(4, 9) % 12
-    F.cross_entropy(model(x[:, :-1].contiguous()).flatten(0, 1), x[:, 1:].flatten()).backward()
-    assert any("'1.cross_entropy.args[1]' [32] whole" in why and "batch_dims" in why for why in model._graphacc_engine.by_pytorch.counts) or model._graphacc_engine.by_pytorch.counts
+def next_words(model, x):
+    return F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+def of_a_flat_result(model, x):
+    """Nobody knows in which order its rows are."""
+    return F.cross_entropy(model(x), x[:, 1:].flatten())
+
+
+class Flat(Sequences):
+    def forward(self, x):
+        return super().forward(x)[:, :-1].reshape(-1, 12)
+
+
+@pytest.mark.parametrize("cls, loss_of, by_pytorch", [(Sequences, next_words, False), (Flat, of_a_flat_result, True)])
+def test_flat_labels_that_are_copies(cls, loss_of, by_pytorch, caplog):
+    def losses(model):
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            loss = loss_of(model, torch.arange(36).view(4, 9).mul(step + 3) % 12)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    plain = losses(cls())
+    torch.manual_seed(0)
+    model = compiled(cls(), "microbatches=2", devices=1)
+    assert losses(model) == pytest.approx(plain, rel=1e-5)
+    assert bool(counts := model._graphacc_engine.by_pytorch.counts) == by_pytorch
+    assert not by_pytorch or any("cross_entropy.args[1]' [32] whole" in why and "batch_dims" in why for why in counts)
+    assert not any("meta" in record.message for record in caplog.records)
+
+
+def test_weights_of_classes_beside_labels(recwarn):
+    """There are as many classes as examples: the labels are cut, the weights are not."""
+    weight = torch.linspace(0.5, 2, 8)
+    assert_equal(Model, lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 8).float(), weight=None, pos_weight=weight) + F.mse_loss(out, F.one_hot(y, 8).float()))
+    assert not [warning for warning in recwarn if "target size" in str(warning.message)]
+
+
+def test_a_loop_over_rows_is_pytorchs():
+    torch.manual_seed(0)
+    model = compiled(Model(), "microbatches=2", devices=1)
+    sum(row.pow(2).mean() for row in model(torch.ones(4, 6))).backward()
+    assert any("a loop over the rows" in why for why in model._graphacc_engine.by_pytorch.counts)
 
 
 def test_batch_dims_hold_where_the_loop_writes_into_the_batch():
