@@ -103,6 +103,39 @@ def losses_of_parts(*strategies: str) -> dict:
     return found
 
 
+class WithTable(torch.nn.Linear):
+    """Holds a tensor that is no buffer, and has as many rows as a process has examples."""
+
+    def __init__(self):
+        super().__init__(6, 8)
+        self.table = torch.linspace(-1, 1, 32).view(4, 8)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + torch.cdist(out, self.table).sum(1, keepdim=True)
+
+
+def losses_with_tables() -> dict:
+    """Where each process passes its own rows, and tables that have as many rows as a part of the batch, and as all of it, and are whole in every process."""
+    graphacc.distributed.initialize()
+    torch.manual_seed(0)
+    rows = BATCH // graphacc.distributed.process_count()
+    part = slice(rows * graphacc.distributed.process_index(), rows * (1 + graphacc.distributed.process_index()))
+    net = graphacc.compile(WithTable(), strategy="dp=2,fsdp=4", batch="local", cache_dir=None, fast_compile=True, memory_plan="xla")
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.01), []
+    for number in range(3):
+        x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(number))
+        out = net(x[part])
+        loss = torch.nn.functional.cross_entropy(out, torch.arange(BATCH)[part])
+        for count in (4, BATCH):
+            loss = loss + torch.cdist(out, torch.linspace(-1, 2, count * 8).view(count, 8)).amin(1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "by_pytorch": list(net._graphacc_engine.by_pytorch.counts)}
+
+
 def small_steps() -> Iterator[int]:
     """Train a layer whose weight the processes share; the number of every step that has ended."""
     torch.manual_seed(0)

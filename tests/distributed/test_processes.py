@@ -31,7 +31,7 @@ def together(tmp_path_factory):
     """Two processes, started by torchrun: losses, a save that fails, a checkpoint after three steps."""
     folder = tmp_path_factory.mktemp("together")
     tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full"), "+", "save", str(folder / "saved"), "3"]
-    tasks += ["+", "made_on_meta", str(folder / "meta"), *META]
+    tasks += ["+", "made_on_meta", str(folder / "meta"), *META, "+", "losses_with_tables"]
     return folder, run_by_torchrun([JOB, *tasks], folder / "logs")
 
 
@@ -71,6 +71,14 @@ def test_models_of_the_meta_device_and_saves_in_the_background(together):
 def test_each_process_may_pass_its_own_rows(together):
     _, ended = together
     check_losses(ended, 1, job.losses_of_parts(*PARTS))
+
+
+def test_tables_are_whole_in_every_process(together):
+    """What has the size of a process's part by accident was taken for a part of the batch."""
+    _, ended = together
+    expected = job.losses_with_tables()
+    for process in ended:
+        assert process.results[-1]["losses"] == pytest.approx(expected["losses"], rel=1e-5) and not process.results[-1]["by_pytorch"]
 
 
 def check_losses(ended, number: int, expected: dict) -> None:
