@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import typing
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -101,7 +102,7 @@ _original_to = nn.Module.to
 
 def _to(module: nn.Module, *args, **kwargs) -> nn.Module:
     """``module.to(dtype)`` in a forward, which most often changes nothing (transformers' routers), while other tensors are in the places of the module's own."""
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = typing.cast(typing.Any, torch._C)._nn._parse_to(*args, **kwargs)
     tensors = [*module.parameters(), *module.buffers()]
     is_same = all((device is None or device == x.device) and (dtype is None or dtype == x.dtype or not x.is_floating_point()) for x in tensors)
     return module if is_same and memory_format is None else _original_to(module, *args, **kwargs)

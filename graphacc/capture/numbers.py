@@ -154,8 +154,9 @@ class Number:
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        if _promotes_otherwise([leaf for leaf in leaves if isinstance(leaf, Tensor)], next(leaf for leaf in leaves if type(leaf) is Number)._asked):
-            refuse_in(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors or _promotes_otherwise(tensors, next(leaf for leaf in leaves if type(leaf) is Number)._asked):
+            refuse_in(leaves)  # without a tensor it is a size (`torch.arange(n)`)
         halves = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _HALVES}
         if not halves:
             return func(*to_tensors(args), **to_tensors(kwargs or {}))

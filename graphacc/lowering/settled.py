@@ -40,7 +40,7 @@ def compared_with_themselves(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """A value and those that its elements are taken from."""
-    stack = [node]
+    stack: list = [node]
     while stack:
         node = stack.pop()
         yield node

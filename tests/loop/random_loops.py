@@ -7,6 +7,7 @@ runs many, on one device where there is no strategy and on eight under "auto", a
 
 import copy
 import dataclasses
+import math
 import pickle
 import random
 import sys
@@ -41,8 +42,9 @@ class Block(nn.Module):
         self.extra = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.scale, self.twice, self.kept, self.tied, self.decides = 1.0, False, None, tied, False
         self.count, self.heat, self.warms, self.cools, self.notes, self.noted = 0, 2.0, False, False, Notes(), False
+        self.config = {"gain": 1.0, "inner": {"on": False}}
 
-    def forward(self, x, y=None):
+    def forward(self, x, y=None, step=None):
         self.count += 1
         if y is not None:
             if y.max() >= CLASSES:
@@ -59,6 +61,10 @@ class Block(nn.Module):
         if self.cools:
             self.heat = max(1.0, self.heat * 0.9)
             hidden = hidden / self.heat
+        if self.config["inner"]["on"]:
+            hidden = hidden * self.config["gain"]
+        if step is not None:
+            hidden = hidden * (1 + step / 20) * math.exp(-0.05 * step) + (0.1 if step % 3 == 0 else 0.0)
         if self.noted:
             self.notes.last = hidden.detach().mean()
             self.second.last = hidden.detach().sum()
@@ -192,6 +198,11 @@ def scheduled_weight(run, x, y):
     return F.cross_entropy(run.out, y) * (1.0 + 0.1 * run.step)
 
 
+def with_a_step(run, x, y):
+    run.out = run.model(x, step=run.step)
+    return F.cross_entropy(run.out, y) * (1 + run.step) / 3
+
+
 def selected_rows(run, x, y):
     run.out = run.model(x)
     keep = x[:, 0] > -1.0
@@ -261,7 +272,7 @@ def with_rows_written_in_place(run, x, y):
 
 
 LOSSES = [by_call] * 6 + [
-    by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, selected_rows,
+    by_forward, with_submodule, with_attribute, with_penalty, called_twice, with_other_model, through_other_model, scheduled_weight, with_a_step, selected_rows,
     checked_labels, by_masked_call, through_plain_module, into_plain_module, between_plain_modules, deciding, with_input_penalty,
     with_input_penalty_of_another_call, with_gradient_penalty, on_adversarial_rows, by_functional_call, with_a_weight, in_parts, checkpointed, with_rows_written_in_place,
 ]  # fmt: skip
@@ -319,6 +330,13 @@ def set_flag(run):
 def set_numbers(run):
     name = ("warms", "cools", "noted")[run.step % 3]
     setattr(run.model, name, not getattr(run.model, name))
+
+
+def set_config(run):
+    config = run.model.config
+    config["inner"]["on"], config["gain"] = True, 1.0 + 0.05 * run.step
+    if run.step % 2:
+        run.model.config = {**config, "gain": config["gain"] * 1.1}
 
 
 def look_at_numbers(run):
@@ -524,7 +542,7 @@ def read_buffers(run):
     run.seen += [buffer.clone().sum().item() for buffer in run.model.buffers()]
 
 
-BEFORE = [nothing] * 4 + [set_scale, set_flag, set_numbers, set_numbers, look_at_numbers, set_count, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
+BEFORE = [nothing] * 4 + [set_scale, set_flag, set_numbers, set_config, set_numbers, look_at_numbers, set_count, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
 AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state, freeze]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
