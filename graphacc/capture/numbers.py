@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import patched
 from graphacc.capture.diagnose import Passing
+from graphacc.errors import CaptureError
 
 MAX_DECISIONS = 16
 """Comparisons of numbers in one model; with more of them, numbers are constants."""
@@ -111,8 +112,13 @@ class Asked:
                     self.refuse(number._labels)
                 self._computed[label] = f"{_COMPUTED}{len(self._computed)}", _Function(number._labels, number._of)
             label = self._computed[label][0]
-        if label in self._tensors:
-            return self._tensors[label]
+        if label in number._tensors:
+            return number._tensors[label]
+        if number._tensors is not self._tensors:  # a backward reads it, by a hook or an autograd.Function
+            held = [number._tensors.get(each) for each in number._labels]
+            if not all(type(tensor) is Tensor for tensor in held):
+                raise CaptureError(f"the backward computes with a number that changes ({', '.join(sorted(number._labels))}): pass it as a tensor, or compute with it in the forward")
+            return self.as_tensor(number._of({each: tensor.item() for each, tensor in zip(number._labels, held) if tensor is not None}))
         self.has_new = True
         return torch.scalar_tensor(number._value, dtype=self.as_tensor(number._value).dtype)  # this run is not the last one
 
@@ -137,10 +143,11 @@ class Number:
         asked: hears of decisions and refusals.
     """
 
-    __slots__ = ("_asked", "_key", "_labels", "_of", "_value")
+    __slots__ = ("_asked", "_key", "_labels", "_of", "_tensors", "_value")
 
     def __init__(self, value: int | float, of: Callable[[Values], int | float], key: object, labels: frozenset[str], asked: Asked):
         self._value, self._of, self._key, self._labels, self._asked = value, of, key, labels, asked
+        self._tensors = asked._tensors  # of the run in which it is made, for a backward behind it
 
     @classmethod
     def held(cls, label: str, value: int | float, asked: Asked) -> "Number":
@@ -253,7 +260,9 @@ def _computed(function: Callable, operands: tuple) -> Any:
     value = term.value
     if type(value := value.item() if isinstance(value, numpy.generic) else value) not in (int, float):
         _refuse(numbers[0])
-    return Number(value, term.of, term.key, term.labels, term.asked)
+    made = Number(value, term.of, term.key, term.labels, term.asked)
+    made._tensors = numbers[0]._tensors
+    return made
 
 
 def _arithmetic(function: Callable, reflected: bool = False) -> Callable:

@@ -607,9 +607,9 @@ class Engine:
     def _infer_model(self, function: ModelCall, inputs: dict[str, Tensor], args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call the model on fake tensors; what it writes to its modules is noted, and taken back."""
         num_hooks, flags = self.guards.num_hooks(), {}
-        args, kwargs = as_numbers(args, kwargs, self.guards.asked)
         try:
             with borrowed(self.model), self.guards.noting((args, kwargs)), no_python_randomness(), self.guards.given(inputs) as placed:
+                args, kwargs = as_numbers(args, kwargs, self.guards.asked)
                 before = {path: dict(vars(module)) for path, module in self.model.named_modules()}
                 buffers, containers = self.fakes.buffers(), Containers((args, kwargs))
                 try:

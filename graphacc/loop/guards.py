@@ -259,10 +259,10 @@ class Guards:
         """
         own = {label: value for label, value in values.items() if not is_of_call(label)}
         before = self.present((*own, *written))
-        placed = {label: self._as_number(label, numbers.get(label, before[label]), value) for label, value in own.items()}
-        self.write(placed)
         try:
             with self.asked.given({label: value for label, value in values.items() if isinstance(value, Tensor)}):
+                placed = {label: self._as_number(label, numbers.get(label, before[label]), value) for label, value in own.items()}
+                self.write(placed)
                 yield placed
         finally:
             self.write(before)

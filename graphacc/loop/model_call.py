@@ -56,9 +56,9 @@ class ModelCall:
         try:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = self.written
-            args, kwargs = as_numbers(args, kwargs, engine.guards.asked)
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers), written.values)
             with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
+                args, kwargs = as_numbers(args, kwargs, engine.guards.asked)
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors), given_back((args, kwargs)) if written.fills else ()
         finally:

@@ -330,3 +330,36 @@ def test_a_number_in_the_loss_whose_value_is_needed():
     model = assert_equal(lambda self, x: self.linear(x), loss_of=lambda y, step: nn.functional.huber_loss(y, X, delta=0.5 + 0.01 * step), steps=22)
     uses = model._graphacc_engine.regions
     assert len(model.programs) < 22 and any(use.forwards for use in uses.values())
+
+
+# ---- numbers that a backward reads
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+def by_a_function(self, x, step):
+    return self.linear(Scaled.apply(self.linear(x), 1 + 0.1 * step))
+
+
+def by_a_hook(self, x, step):
+    hidden = self.linear(x)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient * (1 + 0.1 * step))
+    return self.linear(hidden)
+
+
+@pytest.mark.parametrize("forward", [by_a_function, by_a_hook], ids=lambda forward: forward.__name__)
+def test_a_backward_that_reads_an_argument(forward):
+    """It runs behind the call: the first value was a constant of its program."""
+    _, expected = trained(with_forward(forward), False, INTS)
+    _, found = trained(with_forward(forward), True, INTS)
+    assert [row[0] for row in found] == pytest.approx([row[0] for row in expected], rel=1e-5)
