@@ -6,12 +6,15 @@ a machine without a GPU can run: there it shows that the parts work, and nothing
 """
 
 import argparse
+import collections
+import concurrent.futures
 import copy
 import dataclasses
 import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
@@ -20,13 +23,14 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = {}
-"""Name -> (function of the arguments that gives the figures, seconds that it may take)."""
+"""Name -> (function of the arguments that gives the figures, seconds that it may take, whether it measures speed and so runs alone)."""
 SECONDS = 570  # of all parts
+FIRST = ("environment", "build")  # one after the other, before the rest; then all that measure no speed at once, then those that do alone
 
 
-def part(seconds: int):
+def part(seconds: int, timed: bool = False):
     def register(function):
-        PARTS[function.__name__] = function, seconds
+        PARTS[function.__name__] = function, seconds, timed
         return function
 
     return register
@@ -44,17 +48,24 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch's memory is on the same GPU
     os.environ["USE_TORCH_XLA"] = "0"
+    os.environ["GRAPHACC_PLAN_CUDA"] = "1"
     if args.alone:
         print(json.dumps(PARTS[args.alone][0](args)))
         return
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + SECONDS
+    first = [name for name in args.parts if name in FIRST]
+    checks = [name for name in args.parts if name not in FIRST and not PARTS[name][2]]
+    timed = [name for name in args.parts if PARTS[name][2]]
     with open(args.output / "gpu.json", "w", encoding="utf-8") as file:
-        for name in args.parts:
-            found = run(name, args, min(PARTS[name][1], end - time.monotonic()))
-            file.write(json.dumps(found) + "\n")
-            file.flush()
-            show(found)
+        for together in (*([name] for name in first), checks, *([name] for name in timed)):
+            with concurrent.futures.ThreadPoolExecutor(max(1, len(together))) as threads:
+                started = [threads.submit(run, name, args, min(PARTS[name][1], end - time.monotonic())) for name in together]
+                for future in concurrent.futures.as_completed(started):
+                    found = future.result()
+                    file.write(json.dumps(found) + "\n")
+                    file.flush()
+                    show(found)
 
 
 def run(name: str, args: argparse.Namespace, seconds: float) -> dict:
@@ -147,6 +158,13 @@ def _llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, voca
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False, attn_implementation="sdpa"))
 
 
+def _mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    return MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=128, use_cache=False, attn_implementation="sdpa", experts_implementation="grouped_mm"))
+
+
 def _resnet():
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -170,7 +188,6 @@ def _losses(model, batch: dict, steps: int) -> list[float]:
 @part(150)
 def parity(args: argparse.Namespace) -> dict:
     """Three fp32 steps on the device against PyTorch on the CPU: the largest relative difference of losses and of parameters."""
-    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # no TF32
     import torch
 
     import graphacc
@@ -179,13 +196,22 @@ def parity(args: argparse.Namespace) -> dict:
     tokens = torch.randint(128, (4, 64))
     text = {"input_ids": tokens, "labels": tokens}
     images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
-    cases = {"gpt2": (_gpt2(2, 64, 4, 128, 64), text), "llama": (_llama(2, 64, 128, 4, 2, 128, 64), text), "resnet": (_resnet(), images)}
+    gpt2 = _gpt2(2, 64, 4, 128, 64)
+    cases = {
+        "gpt2": (gpt2, text, ""),
+        "gpt2, two microbatches": (gpt2, text, "dp=1,microbatches=2"),
+        "gpt2, rematerialised": (gpt2, text, "dp=1,remat=blocks"),
+        "gpt2, state on the host": (gpt2, text, "dp=1,offload=optimizer"),
+        "llama": (_llama(2, 64, 128, 4, 2, 128, 64), text, ""),
+        "mixtral": (_mixtral(), text, ""),
+        "resnet": (_resnet(), images, ""),
+    }
     figures = {}
-    for name, (model, batch) in cases.items():
-        reference = copy.deepcopy(model)
+    for name, (model, batch, strategy) in cases.items():
+        model, reference = copy.deepcopy(model), copy.deepcopy(model)
         expected = _losses(reference, batch, 3)
         try:
-            got = _losses(graphacc.compile(model, devices=1, strategy=graphacc.Strategy(), cache_dir=None), batch, 3)
+            got = _losses(graphacc.compile(model, devices=1, strategy=graphacc.Strategy.parse(strategy), cache_dir=None), batch, 3)
             losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(got, expected))
             pairs = zip(model.state_dict().values(), reference.state_dict().values())
             values = max(((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for a, b in pairs)
@@ -236,6 +262,12 @@ def attention(args: argparse.Namespace) -> dict:
     return {"relative error of gradients": figures}
 
 
+def _lines_with(text: str, folder: pathlib.Path) -> list[str]:
+    """"file:line" of the places in a folder's Python files."""
+    files = ((path, path.read_text(encoding="utf-8").splitlines()) for path in sorted(folder.rglob("*.py")))
+    return [f"{path}:{number}" for path, lines in files for number, line in enumerate(lines, 1) if line.startswith("@" + text)]
+
+
 @part(200)
 def tests(args: argparse.Namespace) -> dict:
     """The tests marked gpu (planned and unplanned executables give equal bits)."""
@@ -243,12 +275,13 @@ def tests(args: argparse.Namespace) -> dict:
     configuration.write_text("[pytest]\nmarkers =\n    gpu\n    lazy\n    matrix\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(configuration), "--rootdir", str(ROOT / "tests"), "-m", "gpu", "-p", "no:cacheprovider"]
     paths = {str(ROOT / "tests"), str(ROOT / "tests" / "replan"), os.environ["PYTHONPATH"]}
-    done = subprocess.run([*command, str(ROOT / "tests" / "replan")], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    files = {line.partition(":")[0] for line in _lines_with("pytest.mark.gpu", ROOT / "tests")}
+    done = subprocess.run([*command, *sorted(files)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     print(done.stdout[-3000:], file=sys.stderr)
     return {"pytest": done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-800:]}
 
 
-@part(40)
+@part(40, timed=True)
 def host_memory(args: argparse.Namespace) -> dict:
     """Whether arrays move to the host's pinned memory and back, as offload needs it."""
     import jax
@@ -320,7 +353,7 @@ def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namesp
         one = graphacc.compile(copy.deepcopy(model), devices=1, strategy=graphacc.Strategy(precision="bf16"), memory_plan=plan)
         return Loop(one, torch.optim.AdamW(one.parameters(), lr=1e-4), here, False)
 
-    peers = {"eager": lambda: eager(False), "torch.compile": lambda: eager(True), "graphacc": lambda: ours("roam"), "graphacc, XLA's plan": lambda: ours("xla")}
+    peers = {"graphacc": lambda: ours("roam"), "graphacc, XLA's plan": lambda: ours("xla"), "torch.compile": lambda: eager(True), "eager": lambda: eager(False)}
     name = torch.cuda.get_device_name() if cuda else ""
     chip = next((kind for kind in ("H200", "H100", "A100", "L40S", "B200") if kind in name), None)
     peak = Hardware.parse(chip).chip.peak_flops("bf16") if chip else None
@@ -328,7 +361,7 @@ def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namesp
     figures = {}
     for peer, make_loop in peers.items():  # one after the other: four copies of a model of a billion parameters do not fit at once
         try:
-            figures[peer] = _measured(make_loop, cuda, args.rounds, work, peak, batch * length)
+            figures[peer] = _measured(make_loop, cuda, args, work, peak, batch * length, f"{count / 1e6:.0f}M {peer}")
         except Exception as error:
             figures[peer] = f"{type(error).__name__}: {str(error)[:600]}"
         if cuda:
@@ -337,7 +370,7 @@ def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namesp
     return {"model": f"{count / 1e6:.0f} M parameters, batch {batch} x {length}, bf16", "figures": figures}
 
 
-def _measured(make_loop, cuda: bool, rounds: int, work: float, peak: float | None, tokens: int) -> str:
+def _measured(make_loop, cuda: bool, args: argparse.Namespace, work: float, peak: float | None, tokens: int, name: str) -> str:
     import jax
     import torch
 
@@ -348,7 +381,7 @@ def _measured(make_loop, cuda: bool, rounds: int, work: float, peak: float | Non
     for _ in range(2):
         float(loop.step())
     seconds = []
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         start = time.perf_counter()
         loss = loop.step()
         if cuda:
@@ -360,11 +393,42 @@ def _measured(make_loop, cuda: bool, rounds: int, work: float, peak: float | Non
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) if ours else torch.cuda.max_memory_allocated() if cuda else 0
     if cuda and not ours:
         torch.cuda.reset_peak_memory_stats()
+    if ours:
+        _profile(loop, args.output / re.sub(r"\W+", "-", name), loop.model.programs)
     share = f", MFU {work / median / peak:.3f}" if peak else ""
     return f"{median * 1e3:.1f} ms, {tokens / median:,.0f} tokens/s{share}, peak {memory / 1e9:.2f} GB, first step {first:.0f} s, loss {value:.3f}"
 
 
-@part(240)
+def _profile(loop: Loop, folder: pathlib.Path, programs) -> None:
+    """Write what the device does in two steps, kernel by kernel, and the programs' HLO."""
+    import jax
+
+    folder.mkdir(exist_ok=True)
+    for number, compiled in enumerate(programs):
+        (folder / f"{number}.hlo").write_text(compiled.program.hlo_text(), encoding="utf-8")
+    with jax.profiler.trace(folder):
+        for _ in range(2):
+            float(loop.step())
+    lines = []
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if "GPU" not in plane.name:
+                continue
+            for line in plane.lines:
+                events = [(event.start_ns, event.duration_ns, event.name) for event in line.events]
+                kinds: dict[str, list[float]] = collections.defaultdict(list)
+                for _, duration, name in events:
+                    kinds[re.sub(r"[._\d]+$", "", name)].append(duration / 1e6)
+                if not events:
+                    continue
+                span = (max(start + duration for start, duration, _ in events) - min(start for start, _, _ in events)) / 1e6
+                lines.append(f"{plane.name} {line.name}: {sum(map(sum, kinds.values())):.2f} ms busy of {span:.2f}")
+                for name, times in sorted(kinds.items(), key=lambda item: -sum(item[1]))[:40]:
+                    lines.append(f"    {sum(times):9.3f} ms {len(times):6} x {name[:150]}")
+    (folder / "kernels.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+@part(300, timed=True)
 def gpt2(args: argparse.Namespace) -> dict:
     """GPT-2 of 124 M parameters."""
     if args.small:
@@ -372,7 +436,7 @@ def gpt2(args: argparse.Namespace) -> dict:
     return _speed(lambda: _gpt2(12, 768, 12, 50257, 1024), 50257, 16, 1024, args)
 
 
-@part(280)
+@part(280, timed=True)
 def llama(args: argparse.Namespace) -> dict:
     """A Llama of a billion parameters."""
     if args.small:

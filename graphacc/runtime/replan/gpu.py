@@ -105,8 +105,9 @@ def read(schema: Schema, data: bytes) -> Executable:
 def write(executable: Executable) -> bytes:
     """The bytes of the executable as its messages now stand; both tables of allocations are those of the assignment."""
     result = executable.message
+    table = _table(result)
     del result.buffer_allocations.values[:]
-    result.buffer_allocations.values.extend(result.buffer_assignment.buffer_allocations)
+    result.buffer_allocations.values.extend(table)
     return riegeli.write_records([*executable.parts, result.SerializeToString(deterministic=True)])
 
 
@@ -154,7 +155,7 @@ def _overridden_field(schema: Schema, record: message.Message) -> str:
 def _check_result(result: message.Message) -> None:
     if not result.thunks or not result.HasField("buffer_assignment") or not result.HasField("hlo_module_with_config"):
         raise NotUnderstood("the executable is not a sequence of thunks with its program and its buffer assignment")
-    if list(result.buffer_allocations.values) != list(result.buffer_assignment.buffer_allocations):
+    if list(result.buffer_allocations.values) != _table(result):
         raise NotUnderstood("the executable's two tables of allocations differ")
     tables = (*result.thunks, result.buffer_assignment, result.buffer_allocations)
     unknown = [path for table in tables for path in find_unknown_fields(table)]
@@ -163,6 +164,16 @@ def _check_result(result: message.Message) -> None:
     for allocation in result.buffer_allocations.values:
         if allocation.color:
             raise NotUnderstood(f"allocation {allocation.index} lies in memory of colour {allocation.color}, expected 0")
+
+
+def _table(result: message.Message) -> list[message.Message]:
+    """The assignment's allocations, as the executable's own table has them: from jaxlib 0.11 on without the buffers that are assigned to them."""
+    table = list(result.buffer_assignment.buffer_allocations)
+    if not any(allocation.assigned for allocation in result.buffer_allocations.values):
+        table = [type(allocation).FromString(allocation.SerializeToString()) for allocation in table]
+        for allocation in table:
+            allocation.ClearField("assigned")
+    return table
 
 
 # --- thunks ---
