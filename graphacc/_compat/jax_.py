@@ -101,11 +101,27 @@ def _platform_primitive():
             assert got == expected, f"{function} gives {got} on {platform}, not {expected}"
             return found
 
-        return mlir.lower_fun(traced, multiple_results=True)
+        lower = mlir.lower_fun(traced, multiple_results=True)
+
+        def rule(ctx, *arrays, **told):
+            with _described_gpu() if platform == "cuda" else contextlib.nullcontext():
+                return lower(ctx, *arrays, **told)
+
+        return rule
 
     for platform in _PLATFORMS:
         mlir.register_lowering(primitive, on(platform), platform=platform)
     return primitive
+
+
+def _described_gpu() -> contextlib.AbstractContextManager:
+    """Where no CUDA device is here: a context in which Pallas lowers kernels for an H100, which `graphacc.runtime.absent` describes to XLA."""
+    if cuda_capability() is not None or not has(probes.DESCRIBED_GPU):
+        return contextlib.nullcontext()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def cuda_capability() -> tuple[int, int] | None:
@@ -143,6 +159,11 @@ def has_cudnn_attention() -> bool:
 def has_pallas() -> bool:
     """Whether our Pallas kernels can be traced (graphacc/lowering/rules/flash_pallas.py)."""
     return has(probes.PALLAS)
+
+
+def has_triton_kernels() -> bool:
+    """Whether our Pallas kernels for Triton can be traced (graphacc/lowering/rules/grouped_triton.py)."""
+    return has(probes.PALLAS_TRITON)
 
 
 _CUDNN_ABSENT = 7  # bias, lengths and offsets of queries and keys, two page tables

@@ -171,6 +171,22 @@ PALLAS = Feature(
         "jax.experimental.pallas.tpu:VMEM",
     ),
 )
+PALLAS_TRITON = Feature(
+    title="the products of experts by our Pallas kernels on CUDA",
+    without="XLA multiplies every row by the matrices of all experts",
+    apis=(
+        "jax.experimental.pallas:pallas_call",
+        "jax.experimental.pallas:program_id",
+        "jax.experimental.pallas.triton:CompilerParams",
+        "jax.experimental.pallas.triton:load",
+        "jax.experimental.pallas.triton:store",
+    ),
+)
+DESCRIBED_GPU = Feature(
+    title="compiling our Pallas kernels for GPUs that are not there (from jaxlib 0.11 on it must be told of them)",
+    without="that fails, where JAX wants a device",
+    apis=("jax._src.mesh:AbstractDevice", "jax.sharding:AbstractMesh", "jax.sharding:use_abstract_mesh"),
+)
 BACKENDS = Feature(
     title="asking whether JAX has started its devices",
     without="it is taken as started: join several processes by jax.distributed.initialize() in front of graphacc.compile",

@@ -4,6 +4,8 @@ On hardware with reduced-precision fp32 products (TF32, bf16 passes) the user's 
 decides, as it does in torch: "highest", its default, keeps full fp32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,11 @@ def _distance(difference, p):
     return jnp.sqrt(jnp.sum(difference * difference, -1)) if p == 2 else jnp.power(jnp.sum(jnp.power(difference, p), -1), 1 / p)
 
 
+def _by_triton(*arrays) -> bool:
+    """Whether `grouped_triton` can multiply these."""
+    return len({array.dtype for array in arrays}) == 1 and arrays[0].dtype.name in ("float32", "bfloat16", "float16") and compat.has_triton_kernels()
+
+
 def grouped_dot(x, weight, ends, weight_node=None):
     """[S, K] in groups of rows that end at `ends`, times each group's [G, K, N] -> [S, N]; rows beyond the last end give 0.
 
@@ -197,6 +204,10 @@ def grouped_dot(x, weight, ends, weight_node=None):
     def on(platform, x, weight, ends):
         if platform == "cpu" and cpu_products.takes_groups(x, weight):
             return [cpu_products.grouped(x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
+        if platform == "cuda" and _by_triton(x, weight):
+            from graphacc.lowering.rules import grouped_triton
+
+            return [grouped_triton.grouped(x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node), precision=precision())]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         return [cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)]
 
@@ -211,6 +222,11 @@ def grouped_outer(x, grad, ends, node=None):
         if platform == "cpu" and cpu_products.takes_groups(x, grad):
             swapped = cpu_products.is_read_transposed(node)
             return [cpu_products.grouped_outer(grad, x, ends).mT if swapped else cpu_products.grouped_outer(x, grad, ends)]
+        if platform == "cuda" and _by_triton(x, grad):
+            from graphacc.lowering.rules import grouped_triton
+
+            product = functools.partial(grouped_triton.grouped_outer, precision=precision())
+            return [product(grad, x, ends).mT if cpu_products.is_read_transposed(node) else product(x, grad, ends)]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         dims = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
