@@ -373,15 +373,14 @@ class Execution:
         return feeds
 
     def _mark_stale(self, compiled: Compiled) -> None:
-        for item in compiled.graph.outputs:
-            if item.kind in (Kind.PARAM, Kind.BUFFER):
-                self.engine.handles[item.target].mark_stale()
-        self.updates += any(item.kind is Kind.PARAM for item in compiled.graph.outputs)
+        for target in compiled.written:
+            self.engine.handles[target].mark_stale()
+        self.updates += compiled.updates
 
     def upload(self, compiled: Compiled, tape: Tape) -> None:
         """Parameters and buffers that are not on the devices yet, or were written on the host."""
         handles, deferred = self.engine.handles, self.engine.deferred
-        read = [item for item in compiled.graph.inputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
+        read = compiled.model_inputs
         deferred.flush()
         deferred.require(handles[item.target] for item in read if item.target in handles)
         for item in read:
@@ -400,7 +399,7 @@ class Execution:
         if not binding.state_on_device:  # also of parameters that this program does not update
             for target in [target for name in binding.names for target in programs.state_targets(name)]:
                 programs.state.discard(Kind.STATE, target)
-        missing = [item for item in compiled.graph.inputs if item.kind is Kind.STATE and not programs.state.holds(item.kind, item.target)]
+        missing = [item for item in compiled.state_inputs if not programs.state.holds(item.kind, item.target)]
         keys: dict[str, list[str]] = collections.defaultdict(list)
         for item in missing:
             name, _, key = item.target.rpartition("/")

@@ -217,7 +217,7 @@ class Handle:
     @property
     def spent(self) -> "SpentGradient":
         """What ``.grad`` gives for a gradient that a step has consumed."""
-        if self._spent is None or _form(self._spent) != _form(self.tensor):
+        if self._spent is None or self._spent.form != _form(self.tensor):
             self._spent = SpentGradient(self)
         return self._spent
 
@@ -326,13 +326,14 @@ class SpentGradient(Tensor):
     """What ``parameter.grad`` gives between a compiled step and ``zero_grad()``: it can be cleared, but not read."""
 
     handle: Handle
+    form: tuple
 
     @staticmethod
     def __new__(cls, handle: Handle):
         with torch._C.DisableTorchFunctionSubclass():
             like = handle.tensor
             self = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-        self.handle = handle
+        self.handle, self.form = handle, _form(like)
         return self
 
     def __init__(self, handle: Handle):

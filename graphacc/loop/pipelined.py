@@ -19,7 +19,7 @@ from graphacc.costs.work import flops_by_dtype
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.hlo import HloStep
-from graphacc.loop.programs import STATE_KINDS, Compiled, Programs
+from graphacc.loop.programs import STATE_KINDS, Compiled, Interface, Programs
 from graphacc.passes.stages import MARK, Segment, cut, marked_places, owner_of, update_places
 from graphacc.runtime import progress, ranges, to_device, to_torch
 from graphacc.runtime.devices import select_devices, stage_meshes
@@ -39,7 +39,7 @@ Fetched = dict[tuple[Kind, str], Callable[[], Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Pipelined:
+class Pipelined(Interface):
     """The programs of one graph, one per segment."""
 
     kind: str  # "grad", "update" or "forward"

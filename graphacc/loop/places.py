@@ -106,8 +106,11 @@ class Place:
 
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
-        same = all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values))
-        return same and not any(self._empty) and all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
+        if not all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values)):
+            return False
+        if self._empty and any(self._empty):
+            return False
+        return not self.mutable or all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""

@@ -44,7 +44,7 @@ from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import from_blocks, from_parts, to_codes
 from graphacc.runtime.host_array import HostArray
 from graphacc.runtime.layout import Index, Item
-from graphacc.runtime.state import relayout
+from graphacc.runtime.state import Slots, relayout
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
 from graphacc.strategy.in_force import TensorDecision
@@ -67,8 +67,45 @@ MAX_PROGRAMS = 128
 """Of one model; the one that was not used for longest is let go, and compiled again if it is wanted."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Outputs of a program that become state."""
+
+    places: list[int]
+    slots: Slots
+
+    def of(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        return [results[place] for place in self.places]
+
+
+class Interface:
+    """What a program reads and gives, of which every step goes through hundreds."""
+
+    graph: Step
+
+    @functools.cached_property
+    def model_inputs(self) -> list[Input]:
+        """The parameters and buffers that it reads."""
+        return [item for item in self.graph.inputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
+
+    @functools.cached_property
+    def state_inputs(self) -> list[Input]:
+        """What it reads of the optimizer's state."""
+        return [item for item in self.graph.inputs if item.kind is Kind.STATE]
+
+    @functools.cached_property
+    def written(self) -> list[str]:
+        """The parameters and buffers that it gives anew."""
+        return [item.target for item in self.graph.outputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
+
+    @functools.cached_property
+    def updates(self) -> bool:
+        """Whether it gives parameters."""
+        return any(item.kind is Kind.PARAM for item in self.graph.outputs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled:
+class Compiled(Interface):
     """One program and how it came about."""
 
     kind: str  # "step", "grad", GRAD_TO_HOST, "update" or "forward"
@@ -86,6 +123,31 @@ class Compiled:
     @functools.cached_property
     def inputs(self) -> dict[tuple[Kind, str], Input]:
         return {(item.kind, item.target): item for item in self.graph.inputs}
+
+    @functools.cached_property
+    def read(self) -> Slots:
+        """The inputs that are state."""
+        return Slots(item for item in self.graph.inputs if self._is_state(item))
+
+    @functools.cached_property
+    def fed(self) -> list[tuple[int, Input]]:
+        """The other ones, each with its place."""
+        return [(place, item) for place, item in enumerate(self.graph.inputs) if not self._is_state(item)]
+
+    def _is_state(self, item: Input) -> bool:
+        return item.kind in STATE_KINDS and item.target not in self.constants
+
+    def given(self, keep_gradients: bool) -> "tuple[Kept, list[tuple[int, Output]]]":
+        """The outputs that become state, and the other ones, each with its place."""
+        if keep_gradients not in self._given:
+            places = [place for place, item in enumerate(self.graph.outputs) if item.kind in STATE_KINDS and (keep_gradients or item.kind is not Kind.GRAD)]
+            others = [(place, item) for place, item in enumerate(self.graph.outputs) if place not in set(places)]
+            self._given[keep_gradients] = Kept(places, Slots(self.graph.outputs[place] for place in places)), others
+        return self._given[keep_gradients]
+
+    @functools.cached_property
+    def _given(self) -> "dict[bool, tuple[Kept, list[tuple[int, Output]]]]":
+        return {}
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -258,15 +320,13 @@ class Programs:
         Returns:
             For each output that is no state, a function that fetches the value to the host.
         """
-        graph = compiled.graph
-        results = compiled.program(*(self._argument(compiled, item, feeds) for item in graph.inputs))
-        fetch = {}
-        for item, array in zip(graph.outputs, results):
-            if item.kind in STATE_KINDS and (keep_gradients or item.kind is not Kind.GRAD):
-                self.state.set_result(item, array)
-            else:
-                fetch[item.kind, item.target] = _Result(array, item)
-        return fetch
+        arguments = self.state.get_all(compiled.read)
+        for place, item in compiled.fed:
+            arguments.insert(place, self._argument(compiled, item, feeds))
+        results = compiled.program(*arguments)
+        kept, fetched = compiled.given(keep_gradients)
+        self.state.set_results(kept.slots, kept.of(results))
+        return {(item.kind, item.target): _Result(results[place], item) for place, item in fetched}
 
     def run_microbatches(
         self, compiled: Compiled, feeds: Sequence[Mapping[tuple[Kind, str], object]]
@@ -275,8 +335,6 @@ class Programs:
         return [self.run(compiled, each) for each in feeds]
 
     def _argument(self, compiled: Compiled, item: Input, feeds: Mapping[tuple[Kind, str], object]) -> jax.Array:
-        if item.kind in STATE_KINDS and item.target not in compiled.constants:
-            return self.state.get(item)
         if item.target in compiled.constants:
             return compiled.constants[item.target]
         value = feeds[item.kind, item.target]

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,16 @@ from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_sha
 from graphacc.runtime.transfer import note_started, send, settle
 
 Key = tuple[Kind, str]  # kind and target
+_MISSING = (None, None)
+
+
+class Slots:
+    """The values of the state that a program reads, or gives, at every run: hundreds, which are looked up together."""
+
+    def __init__(self, items: Iterable[Item]):
+        self.items = list(items)
+        self.keys: list[Key] = [(item.kind, item.target) for item in self.items]
+        self.kept: list[Item] | None = None  # the layouts that the values had at the last look, all as they are wanted
 
 
 class TrainState:
@@ -29,7 +39,7 @@ class TrainState:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh  # where values live for which no other mesh is named
         self._values: dict[Key, tuple[jax.Array, Item]] = {}
-        self._meshes: dict[Key, Mesh] = {}
+        self._meshes: dict[Key, Mesh] = {}  # of values that live elsewhere
         self._copies: dict[Key, dict[Mesh, tuple[jax.Array, Item]]] = {}
 
     def set(self, item: Item, array: jax.Array, mesh: Mesh | None = None) -> None:
@@ -44,8 +54,27 @@ class TrainState:
         """`set`, for a result of a program, which was compiled to give what its outputs say (see `Program`)."""
         key = item.kind, item.target
         self._values[key] = (array, item)
-        self._meshes[key] = mesh or self.mesh
+        if mesh is None or mesh is self.mesh:
+            self._meshes.pop(key, None)
+        else:
+            self._meshes[key] = mesh
         self._copies.pop(key, None)
+
+    def set_results(self, slots: Slots, arrays: Sequence[jax.Array]) -> None:
+        """`set_result` for all of them."""
+        self._values.update(zip(slots.keys, zip(arrays, slots.items), strict=True))
+        for key in slots.keys if self._meshes or self._copies else ():
+            self._meshes.pop(key, None)
+            self._copies.pop(key, None)
+
+    def get_all(self, slots: Slots) -> list[jax.Array]:
+        """`get` for all of them, from where all values live."""
+        found = [self._values.get(key, _MISSING) for key in slots.keys]
+        if not self._meshes and slots.kept == [item for _, item in found]:  # quick, as items that are the same objects are not compared
+            return [array for array, _ in found]
+        arrays = [self.get(item) for item in slots.items]
+        slots.kept = [self._values[key][1] for key in slots.keys]
+        return arrays
 
     def get(self, item: Item, mesh: Mesh | None = None) -> jax.Array:
         """The value in the item's layout; where it was kept in another one, it is moved, and kept in the new one.
@@ -55,7 +84,7 @@ class TrainState:
         """
         key, mesh = (item.kind, item.target), mesh or self.mesh
         array, kept = self.find(*key)
-        if self._meshes[key] is not mesh and self._meshes[key] != mesh:
+        if (there := self._meshes.get(key, self.mesh)) is not mesh and there != mesh:
             return self._copy(item, mesh)
         if kept.shards is not item.shards and kept.shards != item.shards:
             array = relayout(array, kept, item, mesh)
@@ -68,8 +97,8 @@ class TrainState:
         if mesh not in copies or copies[mesh][1].shards != item.shards:
             array, kept = self._values[key]
             if kept.shards != item.shards:
-                array = relayout(array, kept, item, self._meshes[key])
-            copies[mesh] = send(array, item, self._meshes[key], mesh), item
+                array = relayout(array, kept, item, self.mesh_of(*key))
+            copies[mesh] = send(array, item, self.mesh_of(*key), mesh), item
         return copies[mesh][0]
 
     def find(self, kind: Kind, target: str) -> tuple[jax.Array, Item]:
@@ -82,7 +111,7 @@ class TrainState:
 
     def mesh_of(self, kind: Kind, target: str) -> Mesh:
         """Where a value lives."""
-        return self._meshes[kind, target]
+        return self._meshes.get((kind, target), self.mesh)
 
     def codes_of(self, kind: Kind, target: str) -> Codes | None:
         """The codes that a value is kept as; None: it is kept as it is."""
@@ -101,7 +130,7 @@ class TrainState:
         totals: dict[Mesh, int] = collections.defaultdict(int)
         for key, (_, item) in self._values.items():
             size = math.prod(local_shape(item.shape, item.shards)) * dtype_of(item).itemsize
-            for mesh in (self._meshes[key], *self._copies.get(key, {})):
+            for mesh in (self.mesh_of(*key), *self._copies.get(key, {})):
                 totals[mesh] += size if not kinds or key[0] in kinds else 0
         return max(totals.values(), default=0)
 
