@@ -11,6 +11,7 @@ import concurrent.futures
 import copy
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = {}
 """Name -> (function of the arguments that gives the figures, seconds that it may take, whether it measures speed and so runs alone)."""
+PEERS = ("graphacc", "graphacc, XLA's plan", "torch.compile", "eager")
 SECONDS = 570  # of all parts
 FIRST = ("environment", "build")  # one after the other, before the rest; then all that measure no speed at once, then those that do alone
 
@@ -42,13 +44,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--small", action="store_true", help="small models, for a machine without a GPU")
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each peer")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="of the parts that measure steps")
     parser.add_argument("--alone", choices=PARTS, help="run one part in this process")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(ROOT))
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch's memory is on the same GPU
     os.environ["USE_TORCH_XLA"] = "0"
-    os.environ["GRAPHACC_PLAN_CUDA"] = "1"
     if args.alone:
         print(json.dumps(PARTS[args.alone][0](args)))
         return
@@ -72,7 +74,7 @@ def run(name: str, args: argparse.Namespace, seconds: float) -> dict:
     """One part in a process of its own."""
     if seconds < 5:
         return {"part": name, "failed": f"not run: {SECONDS} s are over"}
-    command = [sys.executable, __file__, "--alone", name, "--rounds", str(args.rounds), "--output", str(args.output), *["--small"] * args.small]
+    command = [sys.executable, __file__, "--alone", name, "--rounds", str(args.rounds), "--output", str(args.output), *["--small"] * args.small, "--peers", *args.peers]
     start, log = time.monotonic(), args.output / f"{name}.log"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -326,7 +328,7 @@ def experts(args: argparse.Namespace) -> dict:
         cuts = [0, *ends.tolist()]
 
         def loop():
-            parts = list(zip(cuts, cuts[1:]))
+            parts = list(itertools.pairwise(cuts))
             out = torch.cat([x[a:b] @ weight[g] for g, (a, b) in enumerate(parts)])
             grad_x = torch.cat([grad[a:b] @ weight[g].T for g, (a, b) in enumerate(parts)])
             return out, grad_x, torch.stack([x[a:b].T @ grad[a:b] for a, b in parts])
@@ -421,7 +423,7 @@ def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namesp
     peak = Hardware.parse(chip).chip.peak_flops("bf16") if chip else None
     work = 6 * count * batch * length
     figures = {}
-    for peer, make_loop in peers.items():  # one after the other: four copies of a model of a billion parameters do not fit at once
+    for peer, make_loop in ((peer, peers[peer]) for peer in args.peers):  # one after the other: four copies of a model of a billion parameters do not fit at once
         try:
             figures[peer] = _measured(make_loop, cuda, args, work, peak, batch * length, f"{count / 1e6:.0f}M {peer}")
         except Exception as error:

@@ -175,7 +175,7 @@ def _off(no_kernels: str) -> dict[str, str]:
         why = f"JAX_PLATFORMS={asked} is set" if asked else 'JAX has no plugin for it: pip install "graphacc[cuda]"'
         found["CUDA"] = f"torch sees {torch.cuda.device_count()} GPU(s), JAX runs on the CPU: {why}"
     if backend == "gpu" and os.environ.get("GRAPHACC_PLAN_CUDA") != "1":
-        found["plans of memory for CUDA"] = "GRAPHACC_PLAN_CUDA=1 asks for them"
+        found["plans of memory for CUDA"] = "of one device; GRAPHACC_PLAN_CUDA=1 asks for those of several"
     elif backend not in ("cpu", "gpu"):
         found["plans of memory"] = f"executables for {backend} are not understood: XLA's own are kept"
     try:

@@ -55,7 +55,7 @@ FAST_COMPILE = {
 }
 """XLA options of `fast_compile` on CPU: see `default_options`."""
 DEFAULT_PLAN_SECONDS = 3.0
-CUDA_OPT_IN = "planned CUDA programs are proved, but none has run on a GPU yet; GRAPHACC_PLAN_CUDA=1 asks for them"
+CUDA_OPT_IN = "planned CUDA programs of several devices are proved, but none has run yet; GRAPHACC_PLAN_CUDA=1 asks for them"
 
 CompilerOptions = Mapping[str, str | bool | int | float]
 
@@ -314,7 +314,7 @@ def _can_plan(mesh: Mesh) -> bool:
     """Whether programs on this mesh can be planned; if not, XLA's plan is kept, and the reason is logged once."""
     if not can_read_executables():
         return False
-    platform, asked = mesh.devices.flat[0].platform, os.environ.get("GRAPHACC_PLAN_CUDA") == "1"
+    platform, asked = mesh.devices.flat[0].platform, mesh.devices.size == 1 or os.environ.get("GRAPHACC_PLAN_CUDA") == "1"
     if platform == "gpu" and asked and len(processes_of(mesh.devices.flat)) > 1:
         _log_once("that processes with plans of their own order their collectives alike is known of CPU programs alone")
         return False

@@ -109,10 +109,11 @@ def test_steps_that_graphacc_compiles_are_planned(strategy):
     assert ("all_gather_thunk" in kinds) == (strategy == "fsdp=8")
 
 
-def test_cuda_programs_are_planned_only_where_that_is_asked_for(monkeypatch, caplog):
-    mesh = h100.like(jax.make_mesh((1,), ("dp",)))
+def test_cuda_programs_of_several_devices_are_planned_where_that_is_asked_for(monkeypatch, caplog):
     monkeypatch.delenv("GRAPHACC_PLAN_CUDA", raising=False)
     program_module._log_once.cache_clear()
+    assert program_module._can_plan(h100.like(jax.make_mesh((1,), ("dp",))))
+    mesh = h100.like(jax.make_mesh((8,), ("dp",)))
     with caplog.at_level("INFO", logger="graphacc"):
         assert not program_module._can_plan(mesh)
     assert "GRAPHACC_PLAN_CUDA=1 asks for them" in caplog.text
