@@ -17,7 +17,7 @@ from graphacc.kernels import adam, library
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTS_AMSGRAD = (*_MOMENTS, "max_exp_avg_sq")
 _FP32 = (torch.float32,)
-_FP32_OR_BF16 = (torch.float32, torch.bfloat16)
+FP32_OR_BF16 = (torch.float32, torch.bfloat16)
 
 
 class CPUAdam(torch.optim.Adam):
@@ -161,9 +161,9 @@ class _Update:
         for name, tensor in self.moments.items():
             _require(f"{self.where}: state {name}", tensor, self.param, _FP32)
         if self.grad is not None:
-            _require(f"{self.where}: gradient", self.grad, self.param, _FP32_OR_BF16)
+            _require(f"{self.where}: gradient", self.grad, self.param, FP32_OR_BF16)
         if self.copy is not None:
-            _require(f"{self.where}: copy", self.copy, self.param, _FP32_OR_BF16)
+            _require(f"{self.where}: copy", self.copy, self.param, FP32_OR_BF16)
             if self.copy.data_ptr() == self.param.data_ptr() and self.param.numel():
                 raise ValueError(f"{self.where}: its copy is the parameter itself; give a tensor with memory of its own")
 

@@ -4,9 +4,9 @@ The model's own code runs once, on fake tensors that stand for every distinct pa
 trace. A tied weight is therefore one input with one summed gradient, a buffer is an output whether it was written
 in place or re-assigned, and a custom autograd.Function keeps its backward.
 
-With ``precision="bf16"`` parameters and floating batch tensors are cast to bf16 inside the graph, so gradients come out in the
-parameters' own dtype through the casts. Matrix products run in bf16 also where an fp32 buffer has widened their input
-(autocast), losses are computed in fp32, and buffers are never cast: running statistics and position tables stay exact.
+With ``precision="bf16"`` parameters are cast to bf16 inside the graph, so gradients come out in their own dtype through the casts.
+Matrix products run in bf16 whatever widened their inputs (autocast), losses are computed in fp32. The batch and buffers are never cast:
+running statistics and position tables stay exact, and so do times, indices and targets that are given as floats.
 """
 
 import contextlib
@@ -238,13 +238,13 @@ class _Capture:
         trained = [_leaf(item, tensor, self.hooks) for item, tensor in zip(parameters, tensors)]
         held = tensors[ends[0] : ends[1]]
         given = [leaf.detach().requires_grad_() if i in self.wanted else leaf for i, leaf in enumerate(tensors[ends[1] : -1])]
-        computed, leaves = (_to_bf16(trained), _to_bf16(given)) if precision == "bf16" else (trained, given)
+        computed = _to_bf16(trained) if precision == "bf16" else trained
         items = [*parameters, *buffers]
         substitute(model, dict(zip((id(item.tensor) for item in items), [*computed, *held])))
 
         def forward() -> tuple[Tensor | None, list[Tensor]]:
             with computing_in(precision, self.backend.device_type), watched_attributes(model, replaced), no_python_randomness(), ForeignWrites():
-                return self.fn(model, leaves)
+                return self.fn(model, given)
 
         stand_ins = dict(zip([*computed, *held], items))
         results = self.program(dict(zip((item.name for item in parameters), trained)), lambda: called(stand_ins, forward), given)

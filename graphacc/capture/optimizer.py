@@ -237,8 +237,8 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
     """The state that the optimizer's first step would start from: what exists already, else what it would create; made parameter by parameter.
 
     What it draws at random is drawn from PyTorch's generator, as in its own first step. Numbers in the state become float64 0-d
-    tensors. A tensor whose first value is the first gradient itself (SGD's momentum buffer with dampening) starts as NaN, which an
-    update graph takes for "not yet there".
+    tensors. A tensor whose first value is the first gradient itself (SGD's momentum buffer with dampening) starts as the NaN that
+    `is_absent` knows, which an update graph takes for "not yet there".
 
     Args:
         grads: names of the parameters that have a gradient.
@@ -260,10 +260,37 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizer, grads: Sequence
                 yield member.name, _tensors(optimizer, optimizer.state[member.parameter])
                 continue
             created = _created_state(optimizer, member, member.parameter)
-            yield member.name, created | {key: torch.full_like(created[key], float("nan")) for key in lazy.get(member.name, ())}
+            yield member.name, created | {key: _absent_like(created[key]) for key in lazy.get(member.name, ())}
     except CaptureError:
         torch.set_rng_state(drawn_before)  # PyTorch's own step draws them
         raise
+
+
+_ABSENT = {
+    torch.float64: (torch.int64, 0x7FF8_0000_4741_4343),
+    torch.float32: (torch.int32, 0x7FC0_4743),
+    torch.bfloat16: (torch.int16, 0x7FEB),
+    torch.float16: (torch.int16, 0x7EEB),
+}
+"""Dtype -> the bits of a NaN that no arithmetic makes, as integers of this dtype: it stands for state that is not yet there."""
+
+
+def _absent_like(tensor: Tensor) -> Tensor:
+    marked = torch.empty_like(tensor)
+    plain = torch.view_as_real(marked) if marked.is_complex() else marked
+    integers, bits = _ABSENT[plain.dtype]
+    plain.view(integers).fill_(bits)
+    return marked
+
+
+def is_absent(state: Tensor) -> Tensor:
+    """Which elements stand for state that is not yet there; a NaN that training has made is none of them."""
+    if state.is_complex():
+        return is_absent(torch.view_as_real(state)[..., 0])
+    if state.dtype not in _ABSENT:
+        return torch.zeros_like(state, dtype=torch.bool)
+    integers, bits = _ABSENT[state.dtype]
+    return state.view(integers) == bits
 
 
 def state_layouts(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, dict[str, Tensor]]:

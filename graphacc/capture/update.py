@@ -18,6 +18,7 @@ from graphacc.capture.optimizer import (
     attributes_of,
     check_python_state,
     hyperparameters,
+    is_absent,
     is_separable,
     lazy_keys,
     members,
@@ -233,12 +234,13 @@ class _Update:
         return found
 
     def merge(self, feeds: _Feeds, fresh: Results, steady: Results) -> Results:
-        """Where state is NaN, which stands for "not yet there", take the result of a first step."""
+        """Where state is not yet there, take the result of a first step."""
         merged: Results = []
         for (kind, target, first), (_, _, later) in zip(fresh, steady):
             name = target if kind is Kind.PARAM else target.rpartition("/")[0]
             if name in self.lazy:
-                absent = feeds[Kind.STATE, f"{name}/{self.lazy[name][0]}"].isnan()
+                state = feeds[Kind.STATE, f"{name}/{self.lazy[name][0]}"]
+                absent = is_absent(state) if self.backend is FX else state.isnan()  # torch_xla has no view of the bits
                 absent = absent if absent.shape == later.shape else absent.flatten()[0]
                 later = torch.where(absent, first, later)
             merged.append((kind, target, later))

@@ -421,6 +421,7 @@ class Engine:
                 binding.state_on_device = False
                 if dict.get(binding.optimizer.state, handle.tensor):
                     binding.by_torch = f"{handle.name!r} has got another dtype or shape than the optimizer's state for it: make the optimizer after that"
+                    binding.misfit = handle
             self.form += 1
 
     def _mode(self) -> tuple:
@@ -832,6 +833,8 @@ class Engine:
         binding.names, strangers = parameter_names(self, optimizer)  # groups can be added
         if len(self.bindings) > 1:
             self._make_way(binding)
+        if binding.misfit is not None and not dict.get(optimizer.state, binding.misfit.tensor):
+            binding.by_torch = binding.misfit = None  # the loop has cleared the state
         if strangers and binding.by_torch is None:
             binding.by_torch = f"it holds {strangers} parameter(s) that do not belong to the compiled model"
         binding.adopt_state()

@@ -151,7 +151,7 @@ def _is_mean(tape: Tape, makers: dict[int, Call], index: int, size: int) -> bool
     inputs = [leaf.index for leaf in call.leaves if isinstance(leaf, Ref)]
     args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
     if call.function in _LOSSES:
-        return kwargs.get("reduction", "mean") == "mean" and "sum" not in args and kwargs.get("size_average") is None
+        return kwargs.get("reduction", "mean") in ("mean", "batchmean") and "sum" not in args and kwargs.get("size_average") is None
     if call.function in _MEANS and all(_has_batch(tape, i, size) for i in inputs):
         return True
     if call.function in _SAME | _LINEAR:

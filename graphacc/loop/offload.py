@@ -30,7 +30,7 @@ from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Output
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.optimizers import Binding
-from graphacc.optim import CPUAdam
+from graphacc.optim import FP32_OR_BF16, CPUAdam
 from graphacc.runtime.gradient_stream import GradientStream, Staging
 from graphacc.runtime.host_array import Bounds, HostArray
 from graphacc.runtime.layout import sharding
@@ -174,7 +174,11 @@ def _step_adam(groups: Sequence[dict], blocks: Sequence[_Block]) -> None:
     inner = CPUAdam(_groups(groups, blocks))
     inner.state.update({block.param: block.state for block in blocks})
     step = inspect.unwrap(CPUAdam.step)
-    step(inner, grads={block.param: block.grad for block in blocks}, copies={block.param: block.copy for block in blocks if block.copy is not None})
+    copied = {block.param: block.copy for block in blocks if block.copy is not None and block.copy.dtype in FP32_OR_BF16}
+    step(inner, grads={block.param: block.grad for block in blocks}, copies=copied)
+    for block in blocks:
+        if block.copy is not None and block.param not in copied:
+            block.copy.copy_(block.param)
 
 
 def _step_torch(optimizer: optim.Optimizer, groups: Sequence[dict], blocks: Sequence[_Block]) -> None:

@@ -25,7 +25,7 @@ from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
 from graphacc.loop.guards import OptimizerGuards
 from graphacc.loop.identity import Identity
-from graphacc.loop.managed import handle_of
+from graphacc.loop.managed import Handle, handle_of
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -43,6 +43,7 @@ class Binding:
     optimizer: torch.optim.Optimizer
     names: tuple[str, ...]  # of its parameters, in order of the groups
     by_torch: str | None = None  # why PyTorch runs its step; None: the step is compiled
+    misfit: Handle | None = None  # a parameter that has got another form than its state: why PyTorch runs it
     by_fx: bool = False  # lazy tensors cannot follow its step, so torch.fx captures it, as a program of its own
     dynamic: frozenset[str] = frozenset()  # numbers of the groups, besides lr, that were seen to change
     state_on_device: bool = False

@@ -23,7 +23,7 @@ from graphacc.capture import FX
 from graphacc.capture.borrow import TensorsNow, borrowed, substitute
 from graphacc.capture.guards import dense_gradients
 from graphacc.capture.model import computing_in
-from graphacc.capture.optimizer import is_separable, plain, run_step, stand_in
+from graphacc.capture.optimizer import is_absent, is_separable, plain, run_step, stand_in
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.capture.update import FIRST_STREAM
 from graphacc.errors import StrategyError, VerificationError
@@ -359,8 +359,9 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
                 tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))
             parts.append({i: env[i].detach().clone() for i in wanted})
             if grads:
-                made = torch.autograd.grad(env[tape.loss] / count, [leaves[name] for name in tape.grad_values], allow_unused=True, retain_graph=False)
-                for name, grad in zip(tape.grad_values, made):
+                trained = [name for name in tape.grad_values if leaves[name].requires_grad]  # what was frozen since has its gradient from an earlier backward
+                made = torch.autograd.grad(env[tape.loss] / count, [leaves[name] for name in trained], allow_unused=True, retain_graph=False)
+                for name, grad in zip(trained, made):
                     if grad is not None:
                         total[name] = total[name] + grad if name in total else grad
         buffers = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if (Kind.BUFFER, name) in start}
@@ -438,9 +439,9 @@ def _optimized(run: _Run, start: Values, grads: Mapping[str, Tensor]) -> Values:
 
 
 def _state(optimizer: torch.optim.Optimizer, start: Values, name: str) -> dict[str, object]:
-    """The optimizer's state of one parameter as its own code keeps it; NaN stands for state that is not yet there."""
+    """The optimizer's state of one parameter as its own code keeps it; none where it is not yet there."""
     held = {target.rpartition("/")[2]: x for (kind, target), x in start.items() if kind is Kind.STATE and target.rpartition("/")[0] == name}
-    if any(x.is_floating_point() and x.numel() and bool(x.isnan().all()) for x in held.values()):
+    if any(x.numel() and bool(is_absent(x).all()) for x in held.values()):
         return {}
     numbers = {} if is_separable(optimizer) else {key: python_number(optimizer, key, x) for key, x in held.items()}
     return {key: x.clone() if numbers.get(key) is None else numbers[key] for key, x in held.items()}

@@ -4,7 +4,7 @@ import torch
 
 from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.passes.partition.placement import REPLICATE, Shard
-from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, rule
+from graphacc.passes.partition.rules import Call, Dims, Operand, Plan, replicate, rule
 
 aten, mesh = torch.ops.aten, torch.ops.graphacc
 _COPIES = of_kind(OpKind.SAME) | {torch.ops._c10d_functional.wait_tensor.default, mesh.mark_sharding.default, mesh.permute_ranks.default}
@@ -43,6 +43,14 @@ def _pointwise(call: Call) -> Dims:
         dims = pointwise(call)
         return Dims({"self": dims.operands["self"]}, dims.results)
     return pointwise(call, linear=known.linear, joint=known.joint)
+
+
+@rule("aten.view.dtype")
+def _view_dtype(call: Call) -> Dims | Plan:
+    """The bits of each element, read as another dtype."""
+    if call.operands[0].shape != tuple(call.results[0].shape):
+        return replicate(call, "its elements have another size")
+    return pointwise(call)
 
 
 @rule("aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default")

@@ -10,6 +10,7 @@ from selection import with_matrix
 from tolerances import assert_close, relative_error
 from torch import nn
 
+import graphacc
 from graphacc.graph import Kind
 
 PRODUCTS = {
@@ -95,3 +96,34 @@ class Wrapped(nn.Module):
 
     def forward(self, x):
         return self.model(x).mean()
+
+
+class Times(nn.Module):
+    """Floats of the batch that are times and indices: rounded to bf16, 257 is 256 and 999 is 1000."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(1001, 16)
+        self.out = nn.Linear(16, 4)
+        self.register_buffer("frequencies", torch.linspace(0.1, 1.0, 16))
+
+    def forward(self, times, target):
+        waves = torch.sin(times[:, None] * self.frequencies)
+        return times.long(), nn.functional.mse_loss(self.out(self.table(times.long()) + waves).float(), target)
+
+
+@pytest.mark.parametrize("strategy", ["", "fsdp=2"])
+def test_the_batch_is_as_exact_as_under_autocast(strategy):
+    torch.manual_seed(0)
+    model, times, target = Times(), torch.tensor([1.0, 257.0, 513.0, 999.0]), torch.full((4, 4), 1.003)
+    reference = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, expected = reference(times, target)
+    expected.backward()
+    compiled = graphacc.compile(model, devices=2 if strategy else 1, strategy=strategy or None, precision="bf16", fast_compile=True)
+    found, loss = compiled(times, target)
+    loss.backward()
+    assert found.tolist() == [1, 257, 513, 999]
+    assert relative_error(loss.detach(), expected.detach()) < 2e-3
+    for (name, got), want in zip(compiled.named_parameters(), reference.parameters()):
+        assert_close(got.grad, want.grad, tolerance=2e-2, what=name)
