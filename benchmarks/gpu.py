@@ -357,6 +357,31 @@ def experts(args: argparse.Namespace) -> dict:
     return {"figures": figures}
 
 
+@part(80, timed=True)
+def head(args: argparse.Namespace) -> dict:
+    """A language model's head with its cross-entropy and both gradients: with a vocabulary of 50,257, whose rows no tensor core reads aligned, and padded to 50,304."""
+    import jax
+    import jax.numpy as jnp
+
+    rows, width, vocabulary, padded = (256, 64, 1001, 1024) if args.small else (16384, 768, 50257, 50304)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocabulary, width), jnp.float32) * 0.02
+    labels = jax.random.randint(keys[2], (rows,), 0, vocabulary)
+
+    def loss(length, x, weight):
+        narrow = jnp.pad(weight.astype(jnp.bfloat16), ((0, length - vocabulary), (0, 0)))
+        logits = (x @ narrow.T)[:, :vocabulary].astype(jnp.float32)
+        return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]).mean()
+
+    figures = {}
+    for length in (vocabulary, padded):
+        compiled = jax.jit(jax.value_and_grad(lambda *told, length=length: loss(length, *told), argnums=(0, 1))).lower(x, weight).compile()
+        seconds = _median_seconds(lambda compiled=compiled: jax.block_until_ready(compiled(x, weight)), args.rounds)
+        figures[f"{length} columns"] = f"{seconds * 1e3:.2f} ms, temporaries {compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f} GB"
+    return {"figures": figures}
+
+
 def _median_seconds(call, rounds: int) -> float:
     import torch
 
