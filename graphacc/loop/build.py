@@ -141,6 +141,11 @@ def joint_graph(
                     f"microbatches={microbatches} cut the batch, and leave {', '.join(uncut)} whole: if the rows of each example stand together in one of them, say so by "
                     "graphacc.compile(..., batch_dims={its name: 0}), or flatten it by .view(-1) or .flatten() of a tensor with the batch in dim 0"
                 )
+            elif microbatches > 1:
+                error.add_note(
+                    f"microbatches={microbatches} cut the batch, of which the code sees a part: one that sets its examples in relation to each other (pairs of rows, a contrastive loss) "
+                    "needs all of it: leave microbatches out"
+                )
             raise
 
 

@@ -19,7 +19,7 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.loop import build
 from graphacc.loop.decisions import memory_of
-from graphacc.loop.fallback import NOT_COMPILED
+from graphacc.loop.fallback import NOT_COMPILED, explanation
 from graphacc.loop.managed import SPENT, ZERO, Handle
 from graphacc.loop.microbatches import note_of_loss, numbers_of_batch
 from graphacc.loop.promise import Promise
@@ -62,7 +62,7 @@ class Gradients:
             except NOT_COMPILED as error:
                 self.engine.refuse(tape, error)
                 loss, tape.loss, tape.backward_at = tape.loss, None, None
-                self.engine.by_pytorch.run(tape, str(error))
+                self.engine.by_pytorch.run(tape, explanation(error))
                 value = tape.value(loss)
                 if value.requires_grad:  # else all that took a gradient was frozen since, and backward() gives none
                     value.backward()
@@ -212,7 +212,7 @@ class Gradients:
                 self.engine.execution.run_grad(tape)
             except NOT_COMPILED as error:
                 self.engine.refuse(tape, error)
-                return self._by_pytorch(tape, str(error))
+                return self._by_pytorch(tape, explanation(error))
         read = {index for call in tape.gradient_calls for index in tape.reads(call)} | set(tape.live())  # also of what the loop has replaced since
         return {name: self.engine.programs.fetch(Kind.GRAD, name) for name, index in tape.grad_values.items() if name in self.accumulated or index in read}
 

@@ -209,8 +209,27 @@ def test_numbers_that_the_loop_takes_of_results(strategy, read_late):
     assert_equal(Model, F.cross_entropy, strategy=strategy, seen=seen_numbers, read_late=read_late)
 
 
+def first_batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(B, 6, generator=generator), torch.randint(8, (B,), generator=generator)
+
+
+def test_a_loss_over_pairs_of_examples_is_pytorchs_and_says_why(caplog):
+    def contrastive(out, y):
+        out = F.normalize(out, dim=1)
+        return -((y[:, None] == y[None]).float() * (out @ out.T).log_softmax(1)).mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    found, _ = run(Model, True, contrastive)
+    assert found[0][0] == pytest.approx(contrastive(model(first_batch()[0]), first_batch()[1]).item(), rel=1e-5)
+    assert "sets its examples in relation to each other" in caplog.text
+
+
 def test_a_loss_that_is_no_mean_is_said(caplog):
     with caplog.at_level(logging.WARNING, "graphacc"):
+        run(Model, True, lambda out, y: F.kl_div(out.log_softmax(1), torch.eye(out.shape[1])[y], reduction="batchmean"))
+        assert not any("not seen to be a mean" in record.message for record in caplog.records)
         run(Model, True, lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y))
         assert sum("not seen to be a mean" in record.message for record in caplog.records) == 1
         caplog.clear()
