@@ -221,6 +221,28 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
+def set_item(tensor: Tensor, key, value) -> None:
+    """``tensor[key] = value``. Where a mask has the rows and one value is for all of them (the token of masked positions), it is written through ``torch.where``: the gradient of such
+    a value is a sum over the rows, for which torch's own backward asks how many they are.
+    """
+    mask = key[0] if isinstance(key, tuple) and key and all(other is Ellipsis or other == slice(None) for other in key[1:]) else key
+    rows = mask.dim() if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == tensor.shape[: mask.dim()] else 0
+    more = value.dim() - tensor.dim() + rows if rows and isinstance(value, Tensor) and value.requires_grad and value.dtype == tensor.dtype else None
+    if more is None or any(size != 1 for size in value.shape[: max(0, more)]):
+        Tensor.__setitem__(tensor, key, value)
+        return
+    value = value.reshape(value.shape[max(0, more) :])
+    tensor.copy_(torch.where(mask.reshape(*mask.shape, *[1] * (tensor.dim() - rows)), value, tensor))
+
+
+def index_put_(tensor: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """``tensor.index_put_``, as `set_item` does it."""
+    if accumulate or len(indices) != 1 or not isinstance(indices[0], Tensor):
+        return Tensor.index_put_(tensor, indices, values, accumulate)
+    set_item(tensor, indices[0], values)
+    return tensor
+
+
 def _no_sparse_tensors(*args, **kwargs):
     """Raise CaptureError; on fake tensors that require a gradient torch itself would end the process (2.9)."""
     raise CaptureError("the code makes a sparse tensor, which a compiled program does not have: use the dense one (.to_dense()), or make it outside of the model's parts that are to be compiled")
@@ -238,6 +260,8 @@ _WRITTEN_OUT = {
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,
     F.one_hot: one_hot,
+    Tensor.__setitem__: set_item,
+    Tensor.index_put_: index_put_,
     torch.lstm: lstm,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,

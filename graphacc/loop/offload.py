@@ -31,6 +31,7 @@ from graphacc.graph import Input, Kind, Output
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.optimizers import Binding
 from graphacc.optim import FP32_OR_BF16, CPUAdam
+from graphacc.runtime.exchange import start_copy
 from graphacc.runtime.gradient_stream import GradientStream, Staging
 from graphacc.runtime.host_array import Bounds, HostArray
 from graphacc.runtime.layout import sharding
@@ -144,7 +145,7 @@ class Update:
         for member in self.members:
             if isinstance(member.gradient, jax.Array):
                 for shard in member.gradient.addressable_shards:
-                    shard.data.copy_to_host_async()
+                    start_copy(shard.data)
         for member in self.members:
             gradient = member.gradient if isinstance(member.gradient, HostArray) else HostArray.view(member.gradient, member.master.item)
             for key, param in member.master.blocks.items():

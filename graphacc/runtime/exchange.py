@@ -172,7 +172,7 @@ def to_torch(array: jax.Array, item: Item, *, copy: bool = True) -> torch.Tensor
     if not copy and _is_here(array) and _is_whole(array, item):
         return torch.from_dlpack(array.addressable_shards[0].data)
     if array.is_fully_replicated and array.shape == item.shape and not item.shards and _is_here(array):
-        return torch_view(np.array(array))
+        return torch_view(np.array(array.addressable_shards[0].data))
     result = torch.empty(item.shape, dtype=item.dtype)
     host = numpy_view(result)
     if not _is_here(array):
@@ -226,9 +226,15 @@ def _blocks(array: jax.Array) -> dict[tuple, jax.Array | np.ndarray]:
     for shard in array.addressable_shards:
         key = tuple((part.start, part.stop) for part in bounds(shard.index, array.shape))
         if key not in found:
-            shard.data.copy_to_host_async()
+            start_copy(shard.data)
             found[key] = shard.data
     return found
+
+
+def start_copy(data: jax.Array) -> None:
+    """Let the copy of one device's array to the host begin. On CPU there is nothing to copy, and since jaxlib 0.11 a program could not reuse the array's memory any more."""
+    if next(iter(data.devices())).platform != "cpu":
+        data.copy_to_host_async()
 
 
 def _is_here(array: jax.Array) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphacc.graph import Input
 from graphacc.runtime.distributed import process_count, process_index
-from graphacc.runtime.exchange import numpy_view, place, stored, to_torch, torch_view
+from graphacc.runtime.exchange import numpy_view, place, start_copy, stored, to_torch, torch_view
 from graphacc.runtime.layout import bounds, dtype_of, pieces, sharding, stored_shape
 
 Bounds = tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class HostArray:
         """The blocks of an array, of which those on CPU devices share its memory: they are only read. Waits for the array."""
         shards = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         for data in shards.values():
-            data.copy_to_host_async()
+            start_copy(data)
         layout = array.sharding
         assert isinstance(layout, NamedSharding), layout
         return cls(item=item, layout=layout, blocks={key: _host_tensor(data) for key, data in shards.items()})

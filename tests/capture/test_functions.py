@@ -1,5 +1,6 @@
 """Functions that are written in others: values and gradients of torch's own."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from capturing import batch_values, joint_of, key, model_values, operators, run
 from tolerances import assert_close
 from torch import Tensor, nn
 
+import graphacc
 from graphacc.capture.functions import embedding_bag
 from graphacc.errors import CaptureError
 from graphacc.graph import Kind
@@ -86,3 +88,48 @@ def test_lstm(options):
     assert_close(got[Kind.LOSS, "loss"], loss.detach())
     for name, parameter in model.named_parameters():
         assert_close(got[Kind.GRAD, name], parameter.grad)
+
+
+WRITES = {
+    "a row for all": lambda z, mask, token, scalar: z.__setitem__(mask, token),
+    "with a dim of one": lambda z, mask, token, scalar: z.__setitem__(mask, token[None]),
+    "a number": lambda z, mask, token, scalar: z.__setitem__(mask, scalar),
+    "of elements": lambda z, mask, token, scalar: z.__setitem__(z > 0, scalar),
+    "with a slice behind": lambda z, mask, token, scalar: z.__setitem__((mask, slice(None)), token),
+    "index_put_": lambda z, mask, token, scalar: z.index_put_((mask,), token),
+    "into a view": lambda z, mask, token, scalar: z[:, 2:].__setitem__(mask[:, 2:], token),
+}
+
+
+class Masked(nn.Module):
+    """Masked positions get a learned token, as in BEiT and wav2vec."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.first, self.last = write, nn.Linear(8, 16), nn.Linear(16, 4)
+        self.token, self.scalar = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x, mask):
+        z = self.first(x).clone()
+        self.write(z, mask, self.token, self.scalar)
+        return self.last(z)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_parameter_written_through_a_mask_is_compiled(write):
+    def losses(model):
+        optimizer, generator, found = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1), []
+        for _ in range(3):
+            x, mask = torch.randn(2, 10, 8, generator=generator), torch.rand(2, 10, generator=generator) > 0.6
+            loss = model(x, mask).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    plain = Masked(WRITES[write])
+    compiled = graphacc.compile(copy.deepcopy(plain), devices=1, capture="fx", fast_compile=True)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    assert "PyTorch" not in str(compiled.explain())

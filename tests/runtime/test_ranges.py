@@ -25,6 +25,7 @@ def steps(count: int):
         yield model
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's, at every first use
 def test_torch_profiler_sees_the_ranges():
     loop = steps(4)
     with profile(activities=[ProfilerActivity.CPU]) as first:
