@@ -778,7 +778,8 @@ class Tape:
             self.engine.materialize(self, index)
         value = self._concrete[index]
         if not isinstance(value, Tensor):
-            value = self._concrete[index] = self._shared.put(self.values[index], value, self._sharing(index))
+            fake, fetch = self.values[index], value
+            value = self._concrete[index] = self._shared.put(fake, lambda: fetch().to(fake.dtype), self._sharing(index))  # as it was promised: under precision="bf16" programs give another
         return value
 
     def _sharing(self, index: int) -> "Iterator[tuple[Tensor, object]]":

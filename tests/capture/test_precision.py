@@ -127,3 +127,23 @@ def test_the_batch_is_as_exact_as_under_autocast(strategy):
     assert relative_error(loss.detach(), expected.detach()) < 2e-3
     for (name, got), want in zip(compiled.named_parameters(), reference.parameters()):
         assert_close(got.grad, want.grad, tolerance=2e-2, what=name)
+
+
+@pytest.mark.parametrize("mode", ["before backward", "after the step", "no_grad"])
+def test_results_have_the_dtype_that_they_were_promised_with(mode):
+    """A bank of features with the dtype of what it holds, and NumPy, which has no bf16."""
+    torch.manual_seed(0)
+    model = graphacc.compile(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), devices=1, precision="bf16", fast_compile=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        found = model(torch.randn(4, 8))
+    bank = torch.zeros(4, 4, dtype=found.dtype)
+    if mode == "before backward":
+        bank[:] = found.detach()
+    elif mode == "after the step":
+        found.pow(2).mean().backward()
+        optimizer.step()
+        bank.index_copy_(0, torch.arange(4), found.detach())
+    else:
+        bank[torch.arange(4)] = found
+    assert found.dtype is bank.dtype is torch.float32 and (found.detach().numpy() == bank.numpy()).all()
