@@ -226,16 +226,16 @@ def set_item(tensor: Tensor, key, value) -> None:
     a value is a sum over the rows, for which torch's own backward asks how many they are.
     """
     mask = key[0] if isinstance(key, tuple) and key and all(other is Ellipsis or other == slice(None) for other in key[1:]) else key
-    rows = mask.dim() if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == tensor.shape[: mask.dim()] else 0
-    more = value.dim() - tensor.dim() + rows if rows and isinstance(value, Tensor) and value.requires_grad and value.dtype == tensor.dtype else None
-    if more is None or any(size != 1 for size in value.shape[: max(0, more)]):
-        Tensor.__setitem__(tensor, key, value)
-        return
-    value = value.reshape(value.shape[max(0, more) :])
-    tensor.copy_(torch.where(mask.reshape(*mask.shape, *[1] * (tensor.dim() - rows)), value, tensor))
+    if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.dim() > 0 and mask.shape == tensor.shape[: mask.dim()]:
+        columns = tensor.dim() - mask.dim()
+        if isinstance(value, Tensor) and value.requires_grad and value.dtype == tensor.dtype and all(size == 1 for size in value.shape[: max(0, value.dim() - columns)]):
+            value = value.reshape(value.shape[max(0, value.dim() - columns) :])
+            tensor.copy_(torch.where(mask.reshape(*mask.shape, *[1] * columns), value, tensor))
+            return
+    Tensor.__setitem__(tensor, key, value)
 
 
-def index_put_(tensor: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+def index_put_(tensor: Tensor, indices: tuple[Tensor, ...], values: Tensor, accumulate: bool = False) -> Tensor:
     """``tensor.index_put_``, as `set_item` does it."""
     if accumulate or len(indices) != 1 or not isinstance(indices[0], Tensor):
         return Tensor.index_put_(tensor, indices, values, accumulate)

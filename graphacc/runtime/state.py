@@ -21,7 +21,6 @@ from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_sha
 from graphacc.runtime.transfer import note_started, send, settle
 
 Key = tuple[Kind, str]  # kind and target
-_MISSING = (None, None)
 
 
 class Slots:
@@ -69,7 +68,7 @@ class TrainState:
 
     def get_all(self, slots: Slots) -> list[jax.Array]:
         """`get` for all of them, from where all values live."""
-        found = [self._values.get(key, _MISSING) for key in slots.keys]
+        found = [self._values[key] for key in slots.keys if key in self._values]
         if not self._meshes and slots.kept == [item for _, item in found]:  # quick, as items that are the same objects are not compared
             return [array for array, _ in found]
         arrays = [self.get(item) for item in slots.items]

@@ -48,7 +48,8 @@ def _pointwise(call: Call) -> Dims:
 @rule("aten.view.dtype")
 def _view_dtype(call: Call) -> Dims | Plan:
     """The bits of each element, read as another dtype."""
-    if call.operands[0].shape != tuple(call.results[0].shape):
+    (result,) = call.results
+    if result is None or call.operands[0].shape != tuple(result.shape):
         return replicate(call, "its elements have another size")
     return pointwise(call)
 
