@@ -66,6 +66,8 @@ def _pointwise():
     yield _case("prims.convert_element_type.default", [X], ..., torch.float32)
     yield _case("prims.div.default", [X, X], ..., ...)
     yield _case("aten.alias.default", [X], ...)
+    yield _case("aten.view.dtype", [X], ..., torch.int64)
+    yield _case("aten.view.dtype", [X], ..., torch.float32)
     yield _case("aten.detach.default", [X], ...)
     yield _case("aten.lift_fresh_copy.default", [X], ...)
     yield _case("aten.clone.default", [X], ...)
