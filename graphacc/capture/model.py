@@ -24,6 +24,7 @@ from graphacc.capture.attention import whole_attention
 from graphacc.capture.backend import FX, Backend
 from graphacc.capture.borrow import Named, borrowed, distinct_buffers, distinct_parameters, substitute
 from graphacc.capture.checkpointed import Checkpoints
+from graphacc.capture.diagnose import Passing
 from graphacc.capture.equal_layers import CallLog, Run, candidates, handing_on
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.guards import ForeignWrites, no_python_randomness, quiet_failures, watched_attributes
@@ -175,6 +176,8 @@ class _Capture:
             assert isinstance(step, StepGraph), "lazy tensors do not copy layers"
             for run in runs:
                 step = unrolled(step, run, names)
+        except Passing:  # for who has asked for this capture, and asks for another one
+            raise
         except Exception as error:  # what is wrong with the model itself the whole trace says again
             log.info("graphacc: every layer of %s is traced: %s", type(self.model).__name__, str(error).partition("\n")[0])
             return None
@@ -197,6 +200,8 @@ class _Capture:
                 self._run([slot.fake() for slot in slots], self.parameters, self.buffers, {}, observed)
         except _Observed:
             return found
+        except Passing:
+            raise
         except Exception as error:  # the trace meets it, too, and says where
             log.debug("graphacc: equal layers are not looked for: %s", error)
         return []
