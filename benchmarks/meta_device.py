@@ -34,16 +34,19 @@ class Peak:
 
     def __init__(self):
         self.start = self.highest = 0
+        self._looking = threading.Lock()  # a look that began before a restart must not bring the part before it into the next one
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            self.highest = max(self.highest, anonymous_bytes())
+            with self._looking:
+                self.highest = max(self.highest, anonymous_bytes())
             time.sleep(0.002)
 
     def restart(self) -> None:
         settle()
-        self.start = self.highest = anonymous_bytes()
+        with self._looking:
+            self.start = self.highest = anonymous_bytes()
 
 
 def anonymous_bytes() -> int:
