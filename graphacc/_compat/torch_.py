@@ -205,11 +205,16 @@ def patched(owner, **replacements):
             delattr(owner, name) if value is missing else setattr(owner, name, value)
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is around this code."""
+    return has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
     if has(probes.FORWARD_MODE) and forward_ad._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
-    if has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         return "a transform of torch.func (vmap, grad, jacrev) around it"
     hooks = None
     if torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS):
@@ -498,7 +503,7 @@ def without_modes() -> contextlib.AbstractContextManager:
 
 def outside_of_transforms():
     """A context outside of torch.func's transforms (vmap, grad), in which tensors are ordinary ones."""
-    if not has(probes.TRANSFORMS) or torch._C._functorch.peek_interpreter_stack() is None:
+    if not in_transform():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

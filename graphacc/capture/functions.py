@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 from torch.overrides import TorchFunctionMode
 
-from graphacc._compat.torch_ import without_onednn
+from graphacc.capture.recurrent import Recurrent
 from graphacc.errors import CaptureError
 from graphacc.ops.ctc import NEVER
 
@@ -95,21 +95,6 @@ def _bags_at(rows: Tensor, counted: Tensor | None, offsets: Tensor, mode: str) -
         return total
     size = rows.new_zeros(num_bags + 1).index_add(0, bag, torch.ones_like(rows[:, 0]))[:-1]
     return total / size.clamp(min=1).unsqueeze(1)
-
-
-def lstm(*args) -> tuple[Tensor, Tensor, Tensor]:
-    """torch.lstm step by step, also where torch would call oneDNN's layer (on CPU, if the input needs no gradient).
-
-    Args:
-        args: as `torch.lstm`, (input, hx, ...), or (data, batch_sizes, hx, ...) of a packed sequence; hx is (h, c), [layers, B, H] each.
-
-    Returns:
-        The outputs, and the last h and c in the shapes of the first ones, which torch's decomposition (2.9) gives a dim more.
-    """
-    hidden, cell = args[2] if isinstance(args[1], Tensor) else args[1]
-    with without_onednn():
-        out, last_hidden, last_cell = torch.lstm(*args)
-    return out, last_hidden.reshape(hidden.shape), last_cell.reshape(cell.shape)
 
 
 def ctc_loss(
@@ -251,8 +236,14 @@ def _no_sparse_tensors(*args, **kwargs):
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._recurrent = Recurrent()
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        function = _WRITTEN_OUT.get(func) or self._recurrent.replacement(func, args, kwargs) or func
+        return function(*args, **kwargs)
 
 
 _WRITTEN_OUT = {
@@ -262,7 +253,6 @@ _WRITTEN_OUT = {
     F.one_hot: one_hot,
     Tensor.__setitem__: set_item,
     Tensor.index_put_: index_put_,
-    torch.lstm: lstm,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
     **{getattr(Tensor, name): _no_sparse_tensors for name in ("to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "sparse_mask")},

@@ -222,6 +222,18 @@ def _grouped_weight_grad(args) -> tuple[float, tuple[int, int, int]]:
     return 2.0 * rows.numel() * grad.shape[-1], (rows.shape[-1], per_expert, grad.shape[-1])
 
 
+def _recurrent(args) -> tuple[float, tuple[int, int, int]]:
+    """graphacc::recurrence: every step's state [B, H] times the weight [G, H]; (mode, gates [T, B, G], hidden) come first."""
+    _, gates, hidden = args[:3]
+    return 2.0 * gates.numel() * hidden.shape[1], (*hidden.shape, gates.shape[2])
+
+
+def _recurrent_backward(args) -> tuple[float, tuple[int, int, int]]:
+    """Every step's gradient [B, G] times the weight [G, H]; (mode, grad [T, B, H], grad_cell, hidden, cell, weight) come first."""
+    grad, weight = args[1], args[5]
+    return 2.0 * grad.shape[:2].numel() * weight.numel(), (grad.shape[1], *weight.shape)
+
+
 def _torch_grouped(args) -> tuple[float, tuple[int, int, int]]:
     """aten::_grouped_mm: rows [M, K] times [E, K, F], or [K, M] times [M, F] for a gradient of the weight."""
     a, b = args[:2]
@@ -235,6 +247,8 @@ _OWN: dict[object, Callable] = {
     _ops.flash_attention_backward.default: _flash_backward,
     _ops.grouped_mm.default: _grouped,
     _ops.grouped_mm_weight_grad.default: _grouped_weight_grad,
+    _ops.recurrence.default: _recurrent,
+    _ops.recurrence_backward.default: _recurrent_backward,
 }
 """Operators that torch's registry does not count -> function of their arguments."""
 _ATTENDS = frozenset({_ops.flash_attention.default, _ops.flash_attention_backward.default})

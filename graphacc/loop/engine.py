@@ -23,7 +23,7 @@ from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
-from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
+from graphacc.capture.numbers import NeedsNumber, Number, function_of, refuse_in
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
@@ -556,11 +556,6 @@ class Engine:
     def answered(self, function: Callable, answers: tuple) -> Callable:
         """The function that is recorded where `function`, which has just run on fake tensors, got these answers."""
         return dataclasses.replace(function, answers=answers, written=self.written) if isinstance(function, ModelCall) else function
-
-    def number_inputs(self, args: tuple) -> set[int]:
-        """Identities of the inputs that are numbers of modules, which code reads as numbers if it has to (see `Guards.fix`)."""
-        inputs = args[0] if args and isinstance(args[0], dict) else {}
-        return {id(tensor) for label, tensor in inputs.items() if label in self.guards.numbers or is_of_call(label)}
 
     def buffer_now(self, name: str, tape: Tape) -> Tensor:
         """The present value of a buffer, for a call that is recorded on `tape`."""

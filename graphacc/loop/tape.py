@@ -569,7 +569,7 @@ class Tape:
                 fake.requires_grad_()
         versions = [_version(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
-        recorder = self._recorder([(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if isinstance(ref, External) and i not in varying], args)
+        recorder = self._recorder([(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if isinstance(ref, External) and i not in varying])
         variants = self._variants_key(function, refs, spec)
         try:
             result = self.engine.run_fake(function, args, kwargs, recorder)
@@ -658,19 +658,17 @@ class Tape:
         """The tensors from outside to which a gradient flows from the forward part."""
         return sorted(i for i in self.differentiable if any(i in call.externals and i not in call.unused for call in self.forward_calls))
 
-    def _recorder(self, leaves: list, args: tuple) -> Recorder | None:
+    def _recorder(self, leaves: list) -> Recorder | None:
         """What notes bounds of indices in the batch, and answers reads of it unless the batch that a program gets is not the one that the loop gave."""
         engine = self.engine
         if engine.fallback.backend is not FX:
             return None
-        numbers = engine.number_inputs(args)
         buffers = [] if any(engine.is_model(call.function) for call in self.calls) else engine.fakes.of_buffers()
 
         def add_input(tensor: Tensor) -> tuple[External, Tensor]:
             external = self.add_derived(tensor)
             return external, engine.fake(tensor)
 
-        leaves = [(fake, ref) for fake, ref in leaves if id(fake) not in numbers]
         logs = [call.log for call in self.calls if call.log is not None]
         answering = Answering(self._real) if engine.answers_reads else None
         return Recorder([*leaves, *((fake, Param(name)) for name, fake in buffers)], logs, answering, add_input, engine.buckets is not None)

@@ -7,11 +7,15 @@ the same object.
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 MAX_FORMS = 4096
 """Forms of trees whose specs are kept."""
+
+_LEAF = torch.zeros(())
+"""In place of any leaf: what classes of the user's and of torch's own (`PackedSequence`) are made of may have to be tensors."""
 
 _specs: dict[Hashable, pytree.TreeSpec] = {}
 _paths: dict[int, tuple[pytree.TreeSpec, list[tuple[Any, ...]]]] = {}  # by the identity of a spec, which is kept
@@ -57,7 +61,7 @@ def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
     """Where every leaf stands."""
     known = _paths.get(id(spec))
     if known is None or known[0] is not spec:
-        tree = pytree.tree_unflatten(range(spec.num_leaves), spec)
+        tree = pytree.tree_unflatten([_LEAF] * spec.num_leaves, spec)
         known = _paths[id(spec)] = spec, [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
     return known[1]
 

@@ -62,6 +62,7 @@ def _anchor(node: torch.fx.Node, roots: dict, order: dict[torch.fx.Node, int]) -
         and operand in order
         and operand.meta["phase"] is Phase.BACKWARD
         and isinstance(operand.meta["val"], torch.Tensor)
+        and operand.meta["val"].numel() > 0  # what is empty is there at once
     ]
     return max(read, key=order.__getitem__, default=None)
 

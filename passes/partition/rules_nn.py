@@ -43,6 +43,23 @@ def _ctc_backward(call: Call) -> Dims:
     return Dims(_RECURSION, [_RECURSION["first"], _RECURSION["emitted"]])
 
 
+_STEPS: dict[str, Labels] = {name: [None, "n", None] for name in ("gates", "grad", "outputs", "cells", "kept")}
+_STEPS |= {name: ["n", None] for name in ("hidden", "cell", "grad_cell")} | {"active": [None, "n"]}
+
+
+@rule("graphacc.recurrence.default")
+def _recurrence(call: Call) -> Dims:
+    """Every sample by itself; steps and features stay together."""
+    operands = {operand.name: _STEPS[operand.name] for operand in call.operands if operand.name in _STEPS}
+    return Dims(operands, [_STEPS["outputs"], _STEPS["cell"], _STEPS["cells"], _STEPS["kept"]])
+
+
+@rule("graphacc.recurrence_backward.default")
+def _recurrence_backward(call: Call) -> Dims:
+    operands = {operand.name: _STEPS[operand.name] for operand in call.operands if operand.name in _STEPS}
+    return Dims(operands, [_STEPS["gates"], _STEPS["hidden"], _STEPS["cell"]])
+
+
 @rule("aten.native_group_norm.default")
 def _group_norm(call: Call) -> Plan:
     """The argument N is the local number of samples."""

@@ -90,6 +90,18 @@ def test_products_of_experts():
     assert (backward.flops, backward.dims) == (2 * 24 * 8 * 6, (8, 6, 6))
 
 
+def test_products_of_recurrent_layers():
+    """A GRU's step multiplies the state [B, H] by [3 H, H]; its backward the gradient by the same."""
+    gates, hidden, weight = torch.randn(5, 2, 12), torch.randn(2, 4), torch.randn(12, 4)
+    (forward,) = found(traced(lambda gates, hidden, weight: ops.recurrence("gru", gates, hidden, None, weight, None, None)[0], gates=gates, hidden=hidden, weight=weight), ops.recurrence.default)
+    assert (forward.flops, forward.dims) == (2 * 5 * 2 * 12 * 4, (2, 4, 12))
+    outputs, last, cells, kept = ops.recurrence("gru", gates, hidden, None, weight, None, None)
+    tensors = dict(grad=outputs, last=last, hidden=hidden, weight=weight, outputs=outputs, cells=cells, kept=kept)
+    step = traced(lambda grad, last, hidden, *rest: ops.recurrence_backward("gru", grad, last, hidden, None, *rest, None)[0], **tensors)
+    (backward,) = found(step, ops.recurrence_backward.default)
+    assert (backward.flops, backward.dims) == (2 * 5 * 2 * 12 * 4, (2, 12, 4))
+
+
 def test_dims_of_products():
     a, b = torch.randn(6, 8, dtype=torch.bfloat16), torch.randn(8, 10, dtype=torch.bfloat16)
     (work,) = found(traced(torch.mm, a=a, b=b), torch.ops.aten.mm.default)

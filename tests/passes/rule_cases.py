@@ -85,6 +85,12 @@ def _pointwise():
     frames = (8, 4, 8)  # [T, B, L]
     yield _case("graphacc.ctc_forward.default", [(4, 8), frames, bools((4, 8)), bools((8, 4))], ..., ..., ..., ...)
     yield _case("graphacc.ctc_backward.default", [frames, (4, 8), frames, bools((4, 8)), bools((8, 4)), frames], ..., ..., ..., ..., ..., ...)
+    steps, state = (6, 4, 12), (4, 3)  # [T, B, 4 * H], [B, H]
+    yield _case("graphacc.recurrence.default", [steps, state, state, (12, 3), (12,), bools((6, 4))], "lstm", ..., ..., ..., ..., ..., ...)
+    yield _case("graphacc.recurrence.default", [(6, 4, 9), state, (9, 3)], "gru", ..., ..., None, ..., None, None)
+    states = (6, 4, 3)
+    backward = [states, state, state, state, (12, 3), states, states, steps, bools((6, 4))]
+    yield _case("graphacc.recurrence_backward.default", backward, "lstm", ..., ..., ..., ..., ..., ..., ..., ..., ...)
 
 
 def _move():

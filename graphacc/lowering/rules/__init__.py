@@ -25,6 +25,7 @@ from graphacc.lowering.rules import (  # noqa: F401
     prims,
     quantize,
     random,
+    recurrence,
     reduce,
     refused,
     resample,

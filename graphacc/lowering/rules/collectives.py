@@ -198,6 +198,8 @@ def _after(ctx, x, dependency, strict=False):
     not joined yet (40 instead of 88 in GPT-2 12 x 768), so that only gathers in buckets are strict. On CPU XLA drops
     barriers before its last common-subexpression elimination, and then merges, say, a gather for the backward with the one for the forward.
     """
+    if dependency.size == 0:
+        return x
     elsewhere = _behind_barrier if strict else lambda x, dependency: lax.optimization_barrier((x, dependency))[0]
     return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=elsewhere)
 
