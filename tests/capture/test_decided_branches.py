@@ -96,6 +96,7 @@ class Inside(nn.Module):
 
 @pytest.mark.parametrize("strategy", [None, "dp=2"])
 @pytest.mark.parametrize("make", [encoder, Inside])
+@pytest.mark.default_cases("encoder-dp=2", "Inside-None")
 def test_encoder_in_a_loop(make, strategy):
     """Training, and evaluation with gradients and without: only the latter converts."""
     reference = make()

@@ -20,29 +20,35 @@ JOB = str(HERE / "job.py")
 STRATEGIES = ("fsdp=4,tp=2",)
 FURTHER_STRATEGIES = ("fsdp=8,hpz=4,quantized_weights=True,quantized_gradients=True,quant_min_size=512", "fsdp=8", "dp=2,fsdp=4", "dp=2,fsdp=4,zero=1,offload=optimizer,delay=1,delay_after=2")
 """In processes of their own, which only the matrix starts."""
-PARTS = ("fsdp=8", "tp=2")
-"""With each process's rows on its own devices; with all rows on the devices of both."""
-META = ("fsdp=4,tp=2", "pp=2,fsdp=4,microbatches=2")
+PARTS, FURTHER_PARTS = ("tp=2",), ("fsdp=8",)
+"""With all rows on the devices of both processes; with each process's rows on its own devices, as in `losses_with_tables`."""
+META, FURTHER_META = ("fsdp=4,tp=2",), ("pp=2,fsdp=4,microbatches=2",)
 TIMEOUT = 8  # a connection that ends is seen within a quarter of it; the rest is for a busy machine
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Two processes, started by torchrun: losses, a save that fails, a checkpoint after three steps."""
+    """Two processes, started by torchrun: losses, saves that fail."""
     folder = tmp_path_factory.mktemp("together")
-    tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full"), "+", "save", str(folder / "saved"), "3"]
+    tasks = ["losses", *STRATEGIES, "+", "losses_of_parts", *PARTS, "+", "save_on_a_full_disk", str(folder / "full")]
     tasks += ["+", "made_on_meta", str(folder / "meta"), *META, "+", "losses_with_tables"]
-    return folder, run_by_torchrun([JOB, *tasks], folder / "logs")
+    return run_by_torchrun([JOB, *tasks], folder / "logs")
 
 
 def test_losses_are_those_of_one_process(together):
-    _, ended = together
-    check_losses(ended, 0, job.losses(*STRATEGIES))
+    check_losses(together, 0, job.losses(*STRATEGIES))
 
 
 @pytest.mark.matrix
 def test_losses_are_those_of_one_process_under_further_strategies():
     check_losses(finish(start([JOB, "losses", *FURTHER_STRATEGIES])), 0, job.losses(*FURTHER_STRATEGIES))
+
+
+@pytest.mark.matrix
+def test_parts_and_models_of_the_meta_device_under_further_strategies(tmp_path):
+    ended = finish(start([JOB, "losses_of_parts", *FURTHER_PARTS, "+", "made_on_meta", str(tmp_path), *FURTHER_META]))
+    check_losses(ended, 0, job.losses_of_parts(*FURTHER_PARTS))
+    check_meta([process.results[1] for process in ended])
 
 
 @pytest.mark.matrix
@@ -57,25 +63,28 @@ def test_one_process_searches_for_all():
 
 
 def test_models_of_the_meta_device_and_saves_in_the_background(together):
+    check_meta([process.results[3] for process in together])
+
+
+def check_meta(results: list) -> None:
     torch.manual_seed(3)
     plain = job.two_layers()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     expected = job.train_layers(plain, optimizer, 4)
-    for rank, process in enumerate(together[1]):
-        for found in process.results[4]:
+    for rank, result in enumerate(results):
+        for found in result:
             assert found["losses"] == pytest.approx([*expected[:3], *expected[2:]], rel=1e-5)
             assert (found["kept"], found["now"]) == (1, 3)
             assert found["message"].endswith("OSError: [Errno 28] No space left on device") and ("process 1 could not save" in found["message"]) == (rank == 0)
 
 
 def test_each_process_may_pass_its_own_rows(together):
-    _, ended = together
-    check_losses(ended, 1, job.losses_of_parts(*PARTS))
+    check_losses(together, 1, job.losses_of_parts(*PARTS))
 
 
 def test_tables_are_whole_in_every_process(together):
     """What has the size of a process's part by accident was taken for a part of the batch."""
-    _, ended = together
+    ended = together
     expected = job.losses_with_tables()
     for process in ended:
         assert process.results[-1]["losses"] == pytest.approx(expected["losses"], rel=1e-5) and not process.results[-1]["by_pytorch"]
@@ -91,21 +100,21 @@ def check_losses(ended, number: int, expected: dict) -> None:
 
 
 def test_a_save_that_fails_in_one_process_raises_in_both(together):
-    _, (first, second) = together
+    first, second = together
     text = "OSError: [Errno 28] No space left on device"
     assert first.results[2]["message"] == f"CheckpointError: process 1 could not save its part: {text}"
     assert second.results[2]["message"] == text
     assert first.results[2]["kept"] == second.results[2]["kept"] == 1
-    assert first.results[2]["loss"] == second.results[2]["loss"]
+    assert first.results[2]["losses"] == second.results[2]["losses"]
 
 
 @pytest.mark.matrix
-def test_checkpoints_go_from_two_processes_to_one_and_back(together, tmp_path):
-    folder, ended = together
+def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path):
+    ended = finish(start([JOB, "save", str(tmp_path / "saved"), "3"]))
     net, optimizer = job.compiled("dp=2,fsdp=4")
     plain = [job.step(net, optimizer, number).item() for number in range(7)]
-    assert ended[0].results[3]["losses"] == pytest.approx(plain[:3], rel=1e-6)
-    one = job.save(str(tmp_path / "one"), "1", str(folder / "saved"))
+    assert ended[0].results[0]["losses"] == pytest.approx(plain[:3], rel=1e-6)
+    one = job.save(str(tmp_path / "one"), "1", str(tmp_path / "saved"))
     assert (one["done"], one["losses"]) == (3, pytest.approx(plain[3:4], rel=1e-6))
     offloaded = "dp=2,fsdp=4,offload=optimizer"  # each process saves the blocks that are on its host
     for process in finish(start([JOB, "save", str(tmp_path / "two"), "2", str(tmp_path / "one"), offloaded], variables=explicit_variables)):

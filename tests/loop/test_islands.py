@@ -173,7 +173,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])
 @pytest.mark.parametrize("make", list(COMPILED), ids=lambda make: make.__name__)
-@pytest.mark.default_cases("Detector-None", "TwoStage-fsdp=8")
+@pytest.mark.default_cases("TwoStage-fsdp=8")
 def test_what_can_be_captured_is_compiled(make, strategy):
     torch.manual_seed(0)
     reference = make()

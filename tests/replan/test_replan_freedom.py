@@ -187,7 +187,7 @@ def test_the_planned_peak_is_not_above_xlas_best(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.default_cases("dp=8")
+@pytest.mark.matrix
 def test_no_final_gradient_waits_at_the_peak(strategy):
     planned = case(strategy).planned
     assert planned.waiting_gradients()[planned.peak_step] <= SMALL

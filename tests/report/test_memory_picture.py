@@ -16,7 +16,7 @@ from graphacc.runtime.replan.cpu import ALIGNMENT
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    model, batch = zoo.MODELS["gpt2"](batch_size=32)
+    model, batch = zoo.MODELS["gpt2"](batch_size=16)
     model = compiled(model, None)
     model(**batch).loss.backward()
     zoo.adamw(model).step()
