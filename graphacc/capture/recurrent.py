@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, _VF
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import in_transform, without_onednn
@@ -66,6 +66,14 @@ def _direction(
     return out.flip(0) if backwards else out, out[-1], last_cell
 
 
+def _run(mode: str, x: Tensor, states: Any, rest: Sequence, active: Tensor | None) -> list[Tensor]:
+    """Of what torch's functions are given: the states of all steps, and the last ones."""
+    if x.shape[0] == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    hidden, cell = states if mode == "lstm" else (states, None)
+    return [each for each in Layers(*rest).run(mode, x, hidden, cell, active) if each is not None]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sequences:
     """What was packed."""
@@ -93,8 +101,8 @@ class Recurrent:
             torch.gru: lambda *args: self._layers("gru", torch.gru, args),
             torch.rnn_tanh: lambda *args: self._layers("tanh", torch.rnn_tanh, args),
             torch.rnn_relu: lambda *args: self._layers("relu", torch.rnn_relu, args),
-            torch._pack_padded_sequence: self._pack,
-            torch._pad_packed_sequence: self._pad,
+            _VF._pack_padded_sequence: self._pack,
+            _VF._pad_packed_sequence: self._pad,
         }
 
     def replacement(self, func: Callable, args: tuple, kwargs: dict) -> Callable | None:
@@ -140,29 +148,19 @@ class Recurrent:
 
     def _layers(self, mode: str, function: Callable, args: tuple) -> Any:
         """`function`, of (input, states, parameters, ..., batch_first) or of (data, batch sizes, states, parameters, ...)."""
-        sequences = self._of(args[0])
-        packed = isinstance(args[2], tuple | list) == (mode == "lstm") and isinstance(args[1], Tensor)
-        if packed and sequences is None:
-            raise CaptureError(_PACKED_OUTSIDE)
+        if isinstance(args[2], tuple | list) == (mode == "lstm") and isinstance(args[1], Tensor):
+            sequences = self._of(args[0])
+            if sequences is None:
+                raise CaptureError(_PACKED_OUTSIDE)
+            x, active = args[0].unflatten(0, sequences.shape), sequences.active(sequences.shape[0])
+            out, *states = _run(mode, x, args[2], args[3:], active)
+            return self._keep(out.flatten(0, 1), sequences), *states
         if in_transform():
             with without_onednn():
                 return function(*args)
-        x, states, rest = (args[0], args[2], args[3:]) if packed else (args[0], args[1], args[2:-1])
-        hidden, cell = states if mode == "lstm" else (states, None)
-        batch_first = not packed and args[-1]
-        active = None
-        if packed:
-            x, active = x.unflatten(0, sequences.shape), sequences.active(sequences.shape[0])
-        elif batch_first:
-            x = x.transpose(0, 1)
-        if x.shape[0] == 0:
-            raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-        out, last_hidden, last_cell = Layers(*rest).run(mode, x, hidden, cell, active)
-        if packed:
-            out = self._keep(out.flatten(0, 1), sequences)
-        elif batch_first:
-            out = out.transpose(0, 1)
-        return (out, last_hidden) if last_cell is None else (out, last_hidden, last_cell)
+        x, states, *rest, batch_first = args
+        out, *states = _run(mode, x.transpose(0, 1) if batch_first else x, states, rest, None)
+        return out.transpose(0, 1) if batch_first else out, *states
 
     def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         """torch._pack_padded_sequence: input [T, B, ...] or [B, T, ...]; its rows, all of them, and the batch sizes [T].
@@ -199,4 +197,4 @@ _PACKED_OUTSIDE = (
     "a sequence that was packed outside of the model has as many rows as its lengths sum up to, another number for every batch: give the model the padded tensor and the lengths, "
     "and call pack_padded_sequence in its forward"
 )
-_LOOK_AT_NO_ROWS = frozenset({Tensor.dim, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.requires_grad.__get__, Tensor.ndim.__get__})
+_LOOK_AT_NO_ROWS = frozenset({Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("ndim", "dtype", "device", "is_cuda", "requires_grad"))})

@@ -23,7 +23,7 @@ from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
-from graphacc.capture.numbers import NeedsNumber, Number, function_of, refuse_in
+from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
@@ -618,7 +618,7 @@ class Engine:
                         flags = plain_attributes_written(self.model, before)
                 if self.guards.asked.needed:
                     raise NeedsNumber("caught by the forward")
-                if self.guards.asks_for_types and self.number_inputs((inputs,)):
+                if self.guards.asks_for_types and any(label in self.guards.numbers or is_of_call(label) for label in inputs):
                     raise NeedsNumber("a number has its own type")
                 left = given_back((args, kwargs))
                 refuse_in((result, left))

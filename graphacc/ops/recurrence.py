@@ -44,17 +44,17 @@ def recurrence(
         cell state those have 0 features.
     """
     outputs, cells, kept = [], [], []
-    cell = hidden[:, :0] if cell is None else cell
+    state = hidden[:, :0] if cell is None else cell
     for i, step in enumerate(gates):
         recurrent = F.linear(hidden.to(weight.dtype), weight, bias)
-        following, following_cell, values = _step(mode, step, recurrent, hidden, cell)
+        following, following_state, values = _step(mode, step, recurrent, hidden, state)
         if active is not None:
-            following, following_cell = (torch.where(active[i].unsqueeze(1), new, old) for new, old in ((following, hidden), (following_cell, cell)))
-        hidden, cell = following, following_cell
+            following, following_state = (torch.where(active[i].unsqueeze(1), new, old) for new, old in ((following, hidden), (following_state, state)))
+        hidden, state = following, following_state
         outputs.append(hidden)
-        cells.append(cell)
+        cells.append(state)
         kept.append(values)
-    return torch.stack(outputs), cell.clone(), torch.stack(cells), torch.stack(kept)
+    return torch.stack(outputs), state.clone(), torch.stack(cells), torch.stack(kept)
 
 
 def _step(mode: str, gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
