@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from graphacc._compat.probes import META_MODELS, has, why_not_at_all, why_off
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import GraphAccError, StrategyError
-from graphacc.loop.buckets import SHORTEST_BUCKET, why_not_under
+from graphacc.loop.buckets import AUTOMATIC, SHORTEST_BUCKET, why_not_under
 from graphacc.loop.choice import Choice
 from graphacc.loop.engine import Engine, Options
 from graphacc.loop.fallback import CHOICES
@@ -46,7 +47,7 @@ def compile(
     keep_gradients: bool = False,
     batch: str = "global",
     batch_dims: Mapping[str, int | None] | None = None,
-    bucket_lengths: Sequence[int] | None = None,
+    bucket_lengths: Sequence[int] | Literal["auto"] | None = None,
     length_dims: Mapping[str, int | Sequence[int] | None] | None = None,
     annotations: Annotations | None = None,
     cache_dir: str | None = "default",
@@ -90,6 +91,7 @@ def compile(
         bucket_lengths: lengths to which batches are padded, such as (64, 128, 256), so that there is one program for each of them instead of one
             for each length. Losses, gradients and results are those of the unpadded batch: the program masks the padding wherever an operator would
             take it into a result. Where it cannot, and beyond the largest of these lengths, a batch is compiled for its own length, which is said.
+            "auto": multiples of 8 up to 64, then four lengths in each octave; programs are only compiled for those that occur.
         length_dims: path of a batch tensor, such as "model.args[0]" -> the dim (or dims) that is such a length, or None. Default: dim 1 of the first tensor
             of integers (of any numbers, if there is none) and of whatever else has its size there, and dim 1 of further tensors of integers.
         annotations: pattern of parameter names -> how they are split: ``{"*.q_proj.weight": graphacc.P("tp", None)}``. A pin: what is
@@ -321,15 +323,15 @@ def _with_nodes(strategy: Strategy) -> Strategy:
     return strategy.replace(node_size=math.gcd(strategy.fsdp, max(1, local_devices // (strategy.tp * strategy.cp * strategy.ep))))
 
 
-def _checked_lengths(lengths: Sequence[int] | None, dims: Mapping[str, object] | None, strategy: Strategy, batch: str) -> tuple[int, ...]:
+def _checked_lengths(lengths: Sequence[int] | Literal["auto"] | None, dims: Mapping[str, object] | None, strategy: Strategy, batch: str) -> tuple[int, ...]:
     """The lengths of the buckets; raises StrategyError where they make no sense, or cannot be had."""
     if lengths is None:
         if dims:
             raise StrategyError("length_dims says which dims bucket_lengths pads: give bucket_lengths, too")
         return ()
-    found = tuple(lengths)
+    found = AUTOMATIC if lengths == "auto" else tuple(lengths)
     if not found or any(type(length) is not int or length < SHORTEST_BUCKET for length in found) or sorted(set(found)) != list(found):
-        raise StrategyError(f"bucket_lengths={lengths!r}: give ascending whole numbers from {SHORTEST_BUCKET}, such as (64, 128, 256)")
+        raise StrategyError(f'bucket_lengths={lengths!r}: give ascending whole numbers from {SHORTEST_BUCKET}, such as (64, 128, 256), or "auto"')
     if (why := why_not_under(strategy)) is not None:
         raise StrategyError(why)
     if batch == "local":

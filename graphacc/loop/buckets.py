@@ -42,6 +42,9 @@ MAX_KNOWN = 4096
 SHORTEST_BUCKET = 8
 """What depends on a length is read from captures at it and at one less, which must not be special."""
 
+AUTOMATIC = (*range(SHORTEST_BUCKET, 64, 8), *(octave + octave * quarter // 4 for octave in (64 * 2**power for power in range(15)) for quarter in range(4)))
+"""The lengths of ``bucket_lengths="auto"``: multiples of 8, which tensor cores want, and four in an octave, so that padding is at most a quarter of what is longer than 32, an eighth on average."""
+
 _NEAR = (0, -1, 1)
 """Offsets from a length that are recognised in tensors given to the loop's own functions, such as labels without the first token."""
 

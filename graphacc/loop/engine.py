@@ -27,7 +27,7 @@ from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_cal
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
-from graphacc.loop.buckets import Buckets
+from graphacc.loop.buckets import Buckets, why_not_under
 from graphacc.loop.arguments import Containers, refill
 from graphacc.loop.by_pytorch import ByPyTorch
 from graphacc.loop.choice import Choice
@@ -105,6 +105,7 @@ class Engine:
         self.fakes = Fakes(model, self.handles, lambda tensor: self.guards.knows(tensor))
         self.execution = Execution(self)
         self.buckets = Buckets(self, options.bucket_lengths, options.length_dims) if options.bucket_lengths else None
+        programs.can_pad = self.buckets is None and why_not_under(programs.strategy) is None and not programs.local_batch
         self.gradients = Gradients(self)
         self.ways_back = WaysBack(self)
         self.by_pytorch = ByPyTorch(self)

@@ -188,11 +188,21 @@ class BatchForms(tuple):
         found = [f"{name} {_form(old)} -> {_form(new)}" for name, old, new in zip(self.names, before, self) if old != new]
         return found[:MAX_SHOWN] + [f"and {len(found) - MAX_SHOWN} more"] * (len(found) > MAX_SHOWN)
 
+    def has_other_lengths(self, before: object) -> bool:
+        """Whether a tensor has another size than before in a dim that is not the first."""
+        if not isinstance(before, BatchForms) or len(before) != len(self):
+            return False
+        pairs = [(_shape(old), _shape(new)) for old, new in zip(before, self)]
+        return any(len(old) == len(new) and old[1:] != new[1:] for old, new in pairs)
+
+
+def _shape(key: tuple) -> tuple:
+    return next((part for part in key[1:] if isinstance(part, tuple)), ())
+
 
 def _form(key: tuple) -> str:
     """Of an external's key: (place, shape, dtype, ...)."""
-    shape = next((part for part in key[1:] if isinstance(part, tuple)), ())
-    return "x".join(map(str, shape)) or "a number"
+    return "x".join(map(str, _shape(key))) or "a number"
 
 
 class Programs:
@@ -221,6 +231,7 @@ class Programs:
         self.memory_plan = memory_plan
         self.plan_seconds = plan_seconds
         self.annotations = annotations
+        self.can_pad = False  # whether lengths that differ could be padded, and are not; the engine knows
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
         self.cp_is_asked = True  # by the user, who is told about batches that it does not divide; otherwise a search chose it, and they run
         self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
@@ -269,7 +280,7 @@ class Programs:
             reason = self._reason(kind, dict(aspects))
             before = self._built[kind]
             if before:
-                log.warning("graphacc: compiling another %s program: %s (%d so far took %.1f s)", kind, reason, len(before), sum(before))
+                log.warning("graphacc: compiling another %s program: %s (%d so far took %.1f s)%s", kind, reason, len(before), sum(before), self._advice(kind, aspects))
             with collector.paused(), kept_random_state(), progress.building(f"the {kind} program") as built:
                 self._by_key[key] = self._compile(kind, reason, lambda: self._agreed(kind, key, capture()))
             self.build_seconds += built.seconds
@@ -586,6 +597,14 @@ class Programs:
             self._notes.add(note)
             log.warning("graphacc: %s", note)
         return dims
+
+    def _advice(self, kind: str, aspects: Mapping[str, Hashable]) -> str:
+        """What to do about lengths that differ, from the third one on."""
+        before = self._aspects[kind]
+        if not self.can_pad or len(self._built[kind]) < 2:
+            return ""
+        other = any(isinstance(value, BatchForms) and value.has_other_lengths(before.get(name)) for name, value in aspects.items())
+        return '; compile(model, bucket_lengths="auto") has one program for several lengths' if other else ""
 
     def _reason(self, kind: str, aspects: dict[str, Hashable]) -> str:
         """What is new against the last program of this kind."""

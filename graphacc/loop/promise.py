@@ -67,6 +67,9 @@ _NEEDS_AUTOGRAD = frozenset(
 """Functions that work on autograd's own graph."""
 
 
+_DRAWS_LIKE = frozenset({torch.rand_like, torch.randn_like, torch.randint_like})
+"""Functions that draw numbers and look at shape, dtype and device alone: what the loop draws is PyTorch's."""
+
 _FLAG, _NODE, _LEAF = (typing.cast(typing.Any, getattr(Tensor, name)) for name in ("requires_grad", "grad_fn", "is_leaf"))
 
 _GRAD_FLAG = frozenset({Tensor.requires_grad_, _FLAG.__set__})
@@ -160,6 +163,9 @@ class Promise(Tensor):
 
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
+    if func in _DRAWS_LIKE and args and isinstance(args[0], Promise):
+        fake = args[0].tape.values[args[0].index]
+        return func(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device), *args[1:], **kwargs)
     leaves = trees.leaves((args, kwargs))
     tapes = open_tapes(func, leaves)
     if not tapes:

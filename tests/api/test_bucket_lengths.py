@@ -4,6 +4,7 @@ Legend: B batch, T sequence, D features.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from training import assert_parity, compiled, train
 
 import graphacc
 from graphacc.errors import StrategyError
+from graphacc.loop.buckets import AUTOMATIC
 from graphacc.loop.engine import MAX_FORMS
 
 B, D = 8, 8
@@ -50,6 +52,31 @@ def check(name: str, batches: list[dict], strategy: str | None = None, **options
     assert_parity(reference, model, expected, losses)
     assert all(abs(got - want) <= 1e-6 * abs(want) for got, want in zip(losses, expected)), (losses, expected)
     return model
+
+
+def test_automatic_lengths(caplog):
+    """A program for all lengths up to the next of the series, whose gaps are at most a quarter; without buckets the log names the remedy from the third program on."""
+    assert all(a < b <= max(a + 8, a * 1.25) for a, b in itertools.pairwise(AUTOMATIC)) and AUTOMATIC[-1] > 1_000_000
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Embedding(16, D), nn.Linear(D, 4))
+    batches = [torch.randint(16, (B, length)) for length in (18, 23, 20, 24, 33)]
+    found = {}
+    for name, options in (("plain", None), ("automatic", dict(bucket_lengths="auto")), ("none", {})):
+        model = copy.deepcopy(reference)
+        model = model if options is None else compiled(model, None, memory_plan="xla", **options)
+        optimizer, found[name] = torch.optim.SGD(model.parameters(), lr=0.5), []
+        caplog.clear()
+        for ids in batches:
+            loss = F.cross_entropy(model(ids).transpose(1, 2), ids % 4)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name].append(loss.item())
+        assert found[name] == pytest.approx(found["plain"], rel=1e-5)
+        if options:
+            assert len(programs(model)) == 2
+    said = [record.message for record in caplog.records if "compiling another step program" in record.message]
+    assert ['bucket_lengths="auto"' in text for text in said] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("buckets", [(16, 32), pytest.param(BUCKETS, marks=pytest.mark.matrix)])

@@ -161,3 +161,46 @@ def test_a_step_in_parts_takes_nothing_from_the_generator(reads):
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Coder(nn.Module):
+    """An autoencoder whose loop draws the noise, between its two calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x, decode: bool):
+        return self.decoder(x) if decode else self.encoder(x)
+
+
+DRAWN = {
+    "randn_like": torch.randn_like,
+    "rand_like": lambda mean: torch.rand_like(mean, dtype=torch.float32) - 0.5,
+    "randint_like": lambda mean: torch.randint_like(mean, 3),
+}
+
+
+@pytest.mark.parametrize("strategy", [None, "dp=2", "microbatches=2"])
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.default_cases("randn_like-None", "randint_like-dp=2", "rand_like-microbatches=2")
+def test_numbers_that_the_loop_draws_in_the_shape_of_a_result_are_pytorchs(drawn, strategy):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Coder()
+        if compiled:
+            model = graphacc.compile(model, strategy=strategy, devices=2 if strategy == "dp=2" else 1, fast_compile=True, memory_plan="xla", cache_dir=None)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        torch.manual_seed(7)
+        for _ in range(3):
+            mean, deviation = model(X, False).chunk(2, 1)
+            noise = DRAWN[drawn](mean)
+            loss = (model(mean + noise * deviation.exp(), True) - X).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, torch.get_rng_state()))
+    (expected, state), (losses, ours) = found
+    assert losses == pytest.approx(expected, rel=1e-5) and torch.equal(state, ours)
