@@ -22,7 +22,7 @@ from graphacc.capture.randomness import keyed_randomness
 from graphacc.errors import CaptureError, LoopError, LoweringError
 from graphacc.graph import Kind, StepGraph
 from graphacc.loop import build
-from graphacc.loop.tape import Call, Tape
+from graphacc.loop.tape import Call, Param, Tape
 from graphacc.runtime.distributed import process_count
 
 if typing.TYPE_CHECKING:
@@ -65,13 +65,13 @@ def run(engine: "Engine", tape: Tape) -> None:
     path = next((call.function.path for call, is_model in zip(calls, models) if is_model), "")
     rest = []
     if len(calls) > 1 and any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other):
-        if models != [True] + [False] * (len(calls) - 1):
-            return
-        rest = calls[1:]
+        calls, rest = _parted(tape, models)
         read = {index for call in rest for index in tape.reads(call)}
-        outputs = [index for index in calls[0].results if index in {*read, *outputs}]
+        outputs = [index for call in calls for index in call.results if index in {*read, *outputs}]
+        if not calls or any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other):
+            return
     part = copy.copy(tape)
-    part.calls = calls[: len(calls) - len(rest)]
+    part.calls = calls
     region = Region(engine, part, engine.name_of(path), outputs)
     with engine.by_pytorch.timed() as found:
         region.run()
@@ -83,6 +83,18 @@ def run(engine: "Engine", tape: Tape) -> None:
         return
     tape.is_eager, tape.region = True, region
     engine.close(tape)
+
+
+def _parted(tape: Tape, models: Sequence[bool]) -> tuple[list[Call], list[Call]]:
+    """The calls of the model, and the loop's functions of their results; no calls where that is another order of what follows from each other."""
+    calls = tape.forward_calls
+    inside, rest = ([call for call, is_model in zip(calls, models) if is_model is wanted] for wanted in (True, False))
+    made = {index for call in rest for index in call.results}
+    moved = rest if models.count(True) > 1 else []  # behind a call of the model that they stood before
+    follows = any(index in made for call in inside for index in tape.reads(call)) or not models[0]
+    buffers = {name for name, handle in tape.engine.handles.items() if handle.kind is Kind.BUFFER}
+    stays = any(call.draws or call.writes or call.replaces is not None or any(isinstance(leaf, Param) and leaf.name in buffers for leaf in call.leaves) for call in moved)
+    return ([], rest) if follows or stays or any(call.repeats is not None for call in inside[1:]) else (inside, rest)
 
 
 def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:

@@ -326,3 +326,57 @@ def test_an_operator_without_a_rule_is_left_to_pytorch(monkeypatch):
     model = compiled(model, None)
     assert list(train(model)) == pytest.approx(list(train(reference)), abs=1e-5)
     assert any("leaky_relu" in text for text in model._graphacc_engine.by_pytorch.counts)
+
+
+def uncertainty(m, w, x, y):
+    a, b = m(x), m(y)
+    return (torch.exp(-w[0]) * a.square().mean() + torch.exp(-w[1]) * b.square().mean() + w.sum()) + 0.01 * a.mean()
+
+
+def contrastive(m, w, x, y):
+    a, b = (F.normalize(m(z), dim=1) for z in (x, y))
+    scores = a @ b.T * w[0].exp()
+    return F.cross_entropy(scores, torch.arange(len(x))) + F.cross_entropy(scores.T, torch.arange(len(x)))
+
+
+def statistics_between(m, w, x, y):
+    """What the loop reads between the calls stays there."""
+    a = m(x)
+    between = a.mean() + m[1].running_mean.sum()
+    return between + (m(y) * w[0].exp()).square().mean()
+
+
+def written_between(m, w, x, y):
+    a = m(x)
+    total = a.mean()
+    a.mul_(2.0)
+    return total + ((m(y) - a) * w[0].exp()).square().mean()
+
+
+def fed_again(m, w, x, y):
+    """The second call reads what the loop made of the first one's result."""
+    a = m(x)
+    b = m(F.pad(a, (0, 2)) + y)
+    return (a * w[0].exp() + b * w[1].exp()).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [None, "dp=2"])
+@pytest.mark.parametrize(("loss", "part"), [(uncertainty, True), (contrastive, True), (statistics_between, True), (written_between, False), (fed_again, False)], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.default_cases("uncertainty--None", "contrastive--dp=2", "statistics_between--None", "written_between--None", "fed_again--None")
+def test_several_calls_and_a_parameter_of_the_loop(loss, part, strategy):
+    """A temperature or weights of losses that the loop holds: the calls are one compiled function of autograd, unless what stands between them cannot stand behind them."""
+    reference = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    found = []
+    for model in (copy.deepcopy(reference), compiled(copy.deepcopy(reference), strategy)):
+        w = nn.Parameter(torch.zeros(2))
+        optimizer, losses = torch.optim.Adam([*model.parameters(), w], lr=0.01, eps=1e-5), []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            value = loss(model, w, noise(step, 8, 6), noise(step + 9, 8, 6))
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        found.append([torch.tensor(losses), w.detach(), *(each.detach().float() for each in model.state_dict().values())])
+    for name, expected, got in zip(("losses", "w", *reference.state_dict()), *found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert ("runs compiled, as a function of PyTorch's autograd" in model.explain()) == part
