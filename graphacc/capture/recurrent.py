@@ -8,7 +8,7 @@ Legend: T steps, B samples, I features of the input, H of the state, L layers, D
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -91,11 +91,26 @@ class _Sequences:
         return steps if bool(self.lengths[0] == steps) else int(self.lengths[0])
 
 
+def _of(tensor: object) -> _Sequences | None:
+    """What a tensor has the rows, or the batch sizes, of."""
+    return getattr(tensor, _MARK, None) if isinstance(tensor, Tensor) else None
+
+
+def check_unpacked(leaves: Iterable[object]) -> None:
+    """What code outside of a capture gets must have its real rows.
+
+    Raises:
+        CaptureError: one is the data, or the batch sizes, of a sequence that was packed in the capture.
+    """
+    if any(_of(leaf) is not None for leaf in leaves):
+        raise CaptureError(_LOOKS_AT_ROWS.format("the code that gets a result of the model"))
+
+
 class Recurrent:
-    """The functions, and the sequences that have been packed by them."""
+    """The functions. What they pack is known by an attribute of its tensors."""
 
     def __init__(self) -> None:
-        self._packed: dict[int, tuple[Tensor, _Sequences]] = {}  # by the identity of their data and of their batch sizes
+        self._has_packed = False
         self._functions: dict[Callable, Callable] = {
             torch.lstm: self._lstm,
             torch.gru: lambda *args: self._layers("gru", torch.gru, args),
@@ -112,33 +127,27 @@ class Recurrent:
             CaptureError: it looks at the rows of packed sequences.
         """
         found = self._functions.get(func)
-        if found is not None or not self._packed:
+        if found is not None or not self._has_packed:
             return found
-        sequences = next((held for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and (held := self._of(leaf)) is not None), None)
-        if sequences is None or func in _LOOK_AT_NO_ROWS or (func is Tensor.size and args[1:] == (-1,)):
+        packed, sequences = next(((leaf, held) for leaf in pytree.tree_leaves((args, kwargs)) if (held := _of(leaf)) is not None), (None, None))
+        if packed is None or sequences is None or func in _LOOK_AT_NO_ROWS or (func is Tensor.size and args[1:] == (-1,)):
             return None
-        if args[0].dim() == 1 and args[0].dtype == torch.int64:  # its batch sizes
+        if args and args[0] is packed and packed.dim() == 1 and packed.dtype == torch.int64:  # its batch sizes
             if func is Tensor.__getitem__ and args[1] == 0:
                 return lambda *_: sequences.shape[1]
             if func is Tensor.__len__ or (func is Tensor.size and args[1:] == (0,)):
                 return lambda *_: sequences.longest()
-        raise CaptureError(
-            f"{getattr(func, '__name__', func)} looks at the rows of a packed sequence, whose number is decided by the values of its lengths, but every shape in a captured step is fixed: "
-            "between pack_padded_sequence and pad_packed_sequence give it to nn.LSTM, nn.GRU and nn.RNN alone, and do the rest with the padded tensor"
-        )
-
-    def _of(self, tensor: Tensor) -> _Sequences | None:
-        held = self._packed.get(id(tensor))
-        return None if held is None else held[1]
+        raise CaptureError(_LOOKS_AT_ROWS.format(getattr(func, "__name__", func)))
 
     def _keep(self, tensor: Tensor, sequences: _Sequences) -> Tensor:
-        self._packed[id(tensor)] = tensor, sequences
+        setattr(tensor, _MARK, sequences)
+        self._has_packed = True
         return tensor
 
     def _lstm(self, *args) -> tuple[Tensor, Tensor, Tensor]:
         """torch.lstm; hx is (h, c), [L D, B, H] each."""
         hidden, cell = args[2] if isinstance(args[1], Tensor) else args[1]
-        if hidden.shape != cell.shape and self._of(args[0]) is None:  # with projections
+        if hidden.shape != cell.shape and _of(args[0]) is None:  # with projections
             with without_onednn():
                 out, last_hidden, last_cell = torch.lstm(*args)
             return out, last_hidden.reshape(hidden.shape), last_cell.reshape(cell.shape)  # torch's decomposition (2.9) gives them a dim more
@@ -149,7 +158,7 @@ class Recurrent:
     def _layers(self, mode: str, function: Callable, args: tuple) -> Any:
         """`function`, of (input, states, parameters, ..., batch_first) or of (data, batch sizes, states, parameters, ...)."""
         if isinstance(args[2], tuple | list) == (mode == "lstm") and isinstance(args[1], Tensor):
-            sequences = self._of(args[0])
+            sequences = _of(args[0])
             if sequences is None:
                 raise CaptureError(_PACKED_OUTSIDE)
             x, active = args[0].unflatten(0, sequences.shape), sequences.active(sequences.shape[0])
@@ -182,7 +191,7 @@ class Recurrent:
 
     def _pad(self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> tuple[Tensor, Tensor]:
         """torch._pad_packed_sequence: [total_length, B, ...] or [B, total_length, ...], and the lengths [B]."""
-        sequences = self._of(data)
+        sequences = _of(data)
         if sequences is None:
             raise CaptureError(_PACKED_OUTSIDE)
         x = data.unflatten(0, sequences.shape)[:total_length]
@@ -193,6 +202,11 @@ class Recurrent:
         return x.transpose(0, 1) if batch_first else x, sequences.lengths.clone()
 
 
+_MARK = "_graphacc_packed"
+_LOOKS_AT_ROWS = (
+    "{} looks at the rows of a packed sequence, whose number is decided by the values of its lengths, but every shape in a captured step is fixed: "
+    "between pack_padded_sequence and pad_packed_sequence give it to nn.LSTM, nn.GRU and nn.RNN alone, and do the rest with the padded tensor"
+)
 _PACKED_OUTSIDE = (
     "a sequence that was packed outside of the model has as many rows as its lengths sum up to, another number for every batch: give the model the padded tensor and the lengths, "
     "and call pack_padded_sequence in its forward"

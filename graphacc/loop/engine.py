@@ -24,6 +24,7 @@ from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
 from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
+from graphacc.capture.recurrent import check_unpacked
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
 from graphacc.loop import regions, trees
@@ -629,6 +630,7 @@ class Engine:
                 self.guards.check_outside_kept(placed)
                 fills = containers.are_changed()
                 written = attributes_written(self.model, before, placed)
+                check_unpacked(objects.flatten((result, left, written))[0])
                 writes_buffers = self.fallback.backend is not FX or self.fakes.buffers() != buffers
                 replaced = self.fakes.replaced_buffers() if self.fallback.backend is FX else frozenset()
         finally:

@@ -17,9 +17,11 @@ from graphacc.capture.functions import WrittenOut
 from graphacc.capture.guards import counts_nothing
 from graphacc.capture.lazy import infer_call
 from graphacc.capture.randomness import DrawsNoted
+from graphacc.capture.recurrent import check_unpacked
 from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError, ParameterWritten
 from graphacc.graph import Kind
+from graphacc.loop import trees
 from graphacc.loop.arguments import refill
 from graphacc.loop.decisions import Recorder, memory_of, written_by
 from graphacc.loop.managed import Handle, handle_of
@@ -64,7 +66,9 @@ class Fakes:
     def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""
         with self._mode, compiling(), WrittenOut(), recorder or contextlib.nullcontext(), self._watched(None):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        check_unpacked(trees.leaves(result))
+        return result
 
     @contextlib.contextmanager
     def _watched(self, knows: Callable[[Tensor], bool] | None) -> Iterator[None]:

@@ -164,6 +164,61 @@ def test_what_sees_the_rows_is_run_by_pytorch(how, why):
     assert why in reason
 
 
+class GivesPacked(nn.Module):
+    """Returns a packed sequence, or its rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layer, self.rows = nn.GRU(WIDTH, 3, batch_first=True), rows
+
+    def forward(self, x, lengths):
+        packed = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
+        return packed.data if self.rows == "data" else packed
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.GRU(WIDTH, 3, batch_first=True), None
+
+    def forward(self, x, lengths):
+        self.kept = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0].data
+        return x.mean()
+
+
+LOOPS = {
+    "packed result": (lambda: GivesPacked("packed"), lambda m, x, n: m(x, n).data.square().mean()),
+    "its rows": (lambda: GivesPacked("data"), lambda m, x, n: m(x, n).square().mean()),
+    "padded by the loop": (lambda: GivesPacked("packed"), lambda m, x, n: pad_packed_sequence(m(x, n), batch_first=True, padding_value=1.0)[0].square().mean()),
+    "kept in the model": (Keeps, lambda m, x, n: m(x, n) + m.kept.square().mean()),
+    "packed by the loop": (lambda: nn.Linear(WIDTH, 3), lambda m, x, n: pack_padded_sequence(m(x), n, batch_first=True, enforce_sorted=False).data.square().mean()),
+    "captions": (
+        lambda: nn.Linear(WIDTH, 3),
+        lambda m, x, n: nn.functional.cross_entropy(*(pack_padded_sequence(z, n, batch_first=True, enforce_sorted=False)[0] for z in (m(x), x.argmax(-1) % 3))),
+    ),
+    "a layer of the loop": (lambda: nn.Linear(WIDTH, 8), lambda m, x, n: LAYER(pack_padded_sequence(m(x), n, batch_first=True, enforce_sorted=False))[1].square().mean()),
+}
+LAYER = nn.GRU(8, 4, batch_first=True).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_rows_that_the_loop_gets_are_those_of_the_lengths(name):
+    make, loss = LOOPS[name]
+    torch.manual_seed(0)
+    reference, found = make(), []
+    for model in (copy.deepcopy(reference), graphacc.compile(copy.deepcopy(reference), devices=1, cache_dir=None, fast_compile=True)):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for x, lengths in batches(3):
+            value = loss(model, x, lengths)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        found.append([torch.tensor(losses), *(p.detach() for p in model.parameters())])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6)
+
+
 def test_gradients_of_gradients_are_run_by_pytorch():
     class Penalised(nn.Module):
         def __init__(self):
