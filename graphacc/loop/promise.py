@@ -163,9 +163,12 @@ class Promise(Tensor):
 
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
-    if func in _DRAWS_LIKE and args and isinstance(args[0], Promise):
-        fake = args[0].tape.values[args[0].index]
-        return func(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device), *args[1:], **kwargs)
+    if func in _DRAWS_LIKE:
+        like, *rest = args or (kwargs.pop("input"),)
+        if isinstance(like, Promise) and not like.tape.engine.programs.local_batch:  # there a program draws for the rows of all processes
+            fake = like.tape.values[like.index]
+            return func(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device), *rest, **kwargs)
+        args = like, *rest
     leaves = trees.leaves((args, kwargs))
     tapes = open_tapes(func, leaves)
     if not tapes:

@@ -94,7 +94,7 @@ def _parted(tape: Tape, models: Sequence[bool]) -> tuple[list[Call], list[Call]]
     follows = any(index in made for call in inside for index in tape.reads(call)) or not models[0]
     buffers = {name for name, handle in tape.engine.handles.items() if handle.kind is Kind.BUFFER}
     stays = any(call.draws or call.writes or call.replaces is not None or any(isinstance(leaf, Param) and leaf.name in buffers for leaf in call.leaves) for call in moved)
-    return ([], rest) if follows or stays or any(call.repeats is not None for call in inside[1:]) else (inside, rest)
+    return ([], rest) if follows or stays or any(call.writes or call.repeats is not None for call in inside[1:]) else (inside, rest)
 
 
 def _run_rest(engine: "Engine", tape: Tape, calls: Sequence[Call], env: dict[int, Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 MAX_FORMS = 4096
 """Forms of trees whose specs are kept."""
 
-_LEAF = torch.zeros(())
+_LEAF = torch.zeros((), device="cpu")
 """In place of any leaf: what classes of the user's and of torch's own (`PackedSequence`) are made of may have to be tensors."""
 
 _specs: dict[Hashable, pytree.TreeSpec] = {}

@@ -128,7 +128,7 @@ def _step_back(mode, grad, grad_cell, output, before, cell, cell_before, kept):
         new = grad * (1 - z) * (1 - n * n)
         reset, update = new * of_n * r * (1 - r), grad * (before - n) * z * (1 - z)
         return torch.cat((reset, update, new), 1), torch.cat((reset, update, new * r), 1), grad * z, grad_cell
-    of_gates = grad * (1 - output * output) if mode == "tanh" else torch.where(output > 0, grad, 0)
+    of_gates = grad * (1 - output * output) if mode == "tanh" else torch.where(output <= 0, 0, grad)
     return of_gates, of_gates, 0.0, grad_cell
 
 

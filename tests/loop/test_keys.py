@@ -177,6 +177,7 @@ class Coder(nn.Module):
 DRAWN = {
     "randn_like": torch.randn_like,
     "rand_like": lambda mean: torch.rand_like(mean, dtype=torch.float32) - 0.5,
+    "rand_like by name": lambda mean: torch.rand_like(input=mean),
     "randint_like": lambda mean: torch.randint_like(mean, 3),
 }
 
