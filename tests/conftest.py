@@ -16,9 +16,19 @@ from selection import DefaultCases, slices_of
 torch.set_num_threads(1)
 
 
+GRU, CLIP_GRAD_NORM = torch.nn.GRU, torch.nn.utils.clip_grad_norm_
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was():
+    """A plain import of torch_xla replaces parts of torch, for the tests that come after it in this process, too."""
+    yield
+    assert torch.nn.GRU is GRU and torch.nn.utils.clip_grad_norm_ is CLIP_GRAD_NORM, "this test, or a library it loads, imported torch_xla"
 
 
 def pytest_configure(config):

@@ -92,7 +92,6 @@ def test_kernels_of_other_platforms_give_way_to_blocks(off, caplog, platform, fe
 
 @pytest.mark.lazy
 def test_lazy_capture_that_is_off_is_refused(off):
-    pytest.importorskip("torch_xla")
     from graphacc.capture.lazy import xla
 
     off(probes.CAPTURED_HLO)

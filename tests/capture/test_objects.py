@@ -128,7 +128,6 @@ def test_objects_that_are_given_are_run_by_pytorch():
 
 @pytest.mark.lazy
 def test_returned_objects_with_lazy_tensors():
-    pytest.importorskip("torch_xla")
     torch.manual_seed(0)
     reference = Returning(Out)
     model = compiled(copy.deepcopy(reference), None, capture="lazy")

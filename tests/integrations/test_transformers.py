@@ -116,9 +116,9 @@ print(arguments.device, "torch_xla" in sys.modules)
 """
 
 
+@pytest.mark.lazy
 @pytest.mark.parametrize("first", [pytest.param("", id="first"), pytest.param("import accelerate", id="after accelerate", marks=pytest.mark.matrix)])
 def test_trainer_stays_on_the_cpu_beside_torch_xla(first):
-    pytest.importorskip("torch_xla")
     environment = {name: value for name, value in os.environ.items() if name != "USE_TORCH_XLA"}
     result = subprocess.run([sys.executable, "-c", BESIDE.format(first=first)], capture_output=True, text=True, env=environment)
     if first:

@@ -308,7 +308,6 @@ def test_recordings_that_alternate_are_recognised():
 @pytest.mark.lazy
 def test_an_operator_without_a_rule_is_left_to_pytorch(monkeypatch):
     """Lazy tensors, which follow operators without a rule, do not record the backward of a part."""
-    pytest.importorskip("torch_xla")
     monkeypatch.delitem(registry._rules, "aten.leaky_relu.default")
     monkeypatch.delitem(registry._rules, "aten.leaky_relu_backward.default")
 

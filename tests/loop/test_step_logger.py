@@ -195,6 +195,5 @@ def test_tensorboard_has_the_tags(tmp_path):
 
 @pytest.mark.lazy
 def test_captured_hlo_has_tokens_and_no_mfu():
-    pytest.importorskip("torch_xla")
     found = logged(compiled(mlp(), None, capture="lazy"), 3)[-1]
     assert found.mfu is None and found.tokens_per_second * found.step_seconds == pytest.approx(ROWS * WIDTH)

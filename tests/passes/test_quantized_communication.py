@@ -194,8 +194,8 @@ def test_what_makes_no_sense_is_refused(strategy, message):
         Strategy.parse(strategy)
 
 
+@pytest.mark.lazy
 def test_lazily_captured_models_refuse():
-    pytest.importorskip("torch_xla")
     with pytest.raises(StrategyError, match="quantized_weights rewrite collectives"):
         graphacc.compile(torch.nn.Linear(8, 8), strategy="fsdp=2,quantized_weights=True", devices=2, capture="lazy", cache_dir=None)
 
