@@ -83,6 +83,15 @@ CHECKPOINTS = Feature(
         "torch.utils.checkpoint:_CachingTorchDispatchMode",
     ),
 )
+FLEX_ATTENTION = Feature(
+    title="flex_attention in the model",
+    without="such a model is run by PyTorch",
+    apis=(
+        "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        "torch.nn.attention.flex_attention:flex_attention_hop",
+        "torch._higher_order_ops.flex_attention:math_attention",
+    ),
+)
 VALUES_ASKED = Feature(
     title="naming the line that asks for a tensor's values during capture",
     without="such code is run by PyTorch, with torch's own message",
@@ -119,7 +128,12 @@ PARAMETRIZATION_CACHE = Feature(
 TRANSFORMS = Feature(
     title="torch.func's transforms around a compiled model",
     without="state cannot be fetched inside of them",
-    apis=("torch._C:_functorch.peek_interpreter_stack", "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"),
+    apis=(
+        "torch._C:_functorch.peek_interpreter_stack",
+        "torch._C:_functorch.is_functorch_wrapped_tensor",
+        "torch._C:_functorch.get_unwrapped",
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+    ),
 )
 MODES = Feature(
     title="noticing modes of torch around a compiled model",

@@ -210,6 +210,13 @@ def in_transform() -> bool:
     return has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def unwrapped(tensor):
+    """The tensor inside of those that transforms of torch.func (vmap, grad) wrap around it."""
+    while in_transform() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def watched_by_autograd() -> str | None:
     """What is done here with every call that autograd itself sees, if anything: a program would not do it."""
     if has(probes.FORWARD_MODE) and forward_ad._current_level >= 0:
@@ -266,12 +273,14 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
     - the inference fast paths of nn.MultiheadAttention, which are not composed of ATen operators, are off; what nn.TransformerEncoder's gives at
       padding is written out.
     - BatchNorm that averages over all batches does not ask for their number.
+    - flex_attention, which asks torch.compile for its operator, is composed of ATen operators, as in PyTorch without torch.compile.
     """
     import torch.nn.modules.batchnorm as batchnorm
     import torch.nn.modules.transformer as transformer
     import torch.utils.checkpoint as checkpoint
 
     masking, experts = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.integrations.moe")
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
     fastpath = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
@@ -286,6 +295,8 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
             stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
         if experts is not None:
             stack.enter_context(patched(experts, _can_use_grouped_mm=lambda *args: False))
+        if flex is not None and has(probes.FLEX_ATTENTION):
+            stack.enter_context(patched(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, flex_attention_hop=sys.modules["torch._higher_order_ops.flex_attention"].math_attention))
         yield
 
 
@@ -480,6 +491,15 @@ def python_body(overload):
     """The Python function that a ``torch.library.custom_op`` runs on every device; None for any other operator."""
     definition = _definition(overload)
     return definition._init_fn if definition is not None and None in definition._backend_fns else None
+
+
+def flex_attention_operators() -> dict:
+    """The operators of torch's by which modifications of scores index tensors, as compositions of ATen operators."""
+    if not has(probes.FLEX_ATTENTION) or "torch.nn.attention.flex_attention" not in sys.modules:
+        return {}
+    scattered = torch.ops.flex_lib.zeros_and_scatter.default
+    body = python_body(scattered)
+    return {} if body is None else {scattered: body}
 
 
 def _definition(overload):

@@ -159,7 +159,7 @@ def _is_identity(node: fx.Node) -> bool:
     """Whether a node gives its first argument back: same values, and the same strides, which a view may need."""
     if node.target in _SAME_VALUE:
         return True
-    if node.target not in _SAME_IF_UNCHANGED:
+    if node.target not in _SAME_IF_UNCHANGED or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     if before is None or (before.shape, before.dtype, before.stride()) != (after.shape, after.dtype, after.stride()):

@@ -74,12 +74,17 @@ def _shape(x: Tensor | None) -> list[int] | None:
 def _equal_bags(rows: Tensor, counted: Tensor | None, mode: str) -> Tensor:
     """[B, K, D] -> [B, D]."""
     if counted is None:
-        return {"sum": rows.sum, "mean": rows.mean, "max": rows.amax}[mode](1)
+        return _first_maximum(rows) if mode == "max" else {"sum": rows.sum, "mean": rows.mean}[mode](1)
     kept = counted.unsqueeze(-1)
     if mode == "max":
-        return torch.where(kept.any(1), torch.where(kept, rows, -torch.inf).amax(1), 0.0)
+        return torch.where(kept.any(1), _first_maximum(torch.where(kept, rows, -torch.inf)), 0.0)
     total = torch.where(kept, rows, 0.0).sum(1)
     return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
+
+
+def _first_maximum(rows: Tensor) -> Tensor:
+    """[B, K, D] -> [B, D]; of equal rows the first one has the gradient, as in torch's kernel."""
+    return rows.max(1).values
 
 
 def _bags_at(rows: Tensor, counted: Tensor | None, offsets: Tensor, mode: str) -> Tensor:
@@ -89,7 +94,12 @@ def _bags_at(rows: Tensor, counted: Tensor | None, offsets: Tensor, mode: str) -
     bag = bag if counted is None else torch.where(counted, bag, num_bags)
     out = rows.new_zeros(num_bags + 1, rows.shape[1])
     if mode == "max":
-        return out.scatter_reduce(0, bag.unsqueeze(1).expand_as(rows), rows, "amax", include_self=False)[:-1]
+        place, values = bag.unsqueeze(1).expand_as(rows), rows.detach()
+        largest = out.scatter_reduce(0, place, values, "amax", include_self=False).gather(0, place)
+        row = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+        found = torch.where((values == largest) | values.isnan(), row, rows.shape[0])
+        first = torch.full(out.shape, rows.shape[0], device=rows.device).scatter_reduce(0, place, found, "amin")[:-1]  # of equal rows, which has the gradient, as in torch's kernel
+        return torch.where(first < rows.shape[0], rows.gather(0, first.clamp(max=rows.shape[0] - 1)), 0.0) if rows.shape[0] else out[:-1]
     total = out.index_add(0, bag, rows)[:-1]
     if mode == "sum":
         return total

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from graphacc._compat.torch_ import unwrapped
 from graphacc.errors import CaptureError
 
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
@@ -28,7 +29,7 @@ class ForeignWrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if _writes(name) and args and type(args[0]) in (Tensor, nn.Parameter) and args[0].device.type != "xla":
+        if _writes(name) and args and type(unwrapped(args[0])) in (Tensor, nn.Parameter) and args[0].device.type != "xla":
             raise CaptureError(
                 f"the forward writes into a tensor of shape {list(args[0].shape)} ({name}) that is no buffer of the model: a "
                 f"captured step "

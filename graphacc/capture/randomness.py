@@ -180,6 +180,8 @@ def keyed_randomness(seed: int, counter: int, first: int = 0) -> "KeyedRandomnes
 class KeyedRandomness(TorchDispatchMode):
     """See `keyed_randomness`."""
 
+    supports_higher_order_operators = True  # which run as they are (flex_attention's, which draws nothing)
+
     def __init__(self, key: Tensor, first: int):
         super().__init__()
         self._streams = Streams(key, first)

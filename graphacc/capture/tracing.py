@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from graphacc._compat.torch_ import fake_mode, trace_functional
+from graphacc._compat.torch_ import fake_mode, flex_attention_operators, trace_functional
 from graphacc.capture.cleanup import rebuilt
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.diagnose import explained
@@ -86,7 +86,7 @@ def trace(
 
     with fake_mode():
         fakes = [slot.fake() for slot in slots]
-        table = dict(decompositions())
+        table = decompositions() | flex_attention_operators()
         numbering = contextlib.nullcontext()
         for slot, fake in zip(slots, fakes):
             if slot.kind is Kind.KEY:

@@ -117,8 +117,16 @@ class ByPyTorch:
         self.counts[text] = self.counts.get(text, 0) + 1
         return text
 
-    def make_differentiable(self, tape: Tape, why: str) -> None:
+    def run_loss(self, tape: Tape, why: str) -> None:
+        """Make the promises of a recording ordinary results of autograd: those of the model by a compiled region, and what the loop computes of them by PyTorch."""
+        self.note("what the loop computes of the model's results", why)
+        self.make_differentiable(tape, why, model_alone=True)
+
+    def make_differentiable(self, tape: Tape, why: str, *, model_alone: bool = False) -> None:
         """Make the promises of a recording ordinary results of autograd: by a compiled region, or by PyTorch.
+
+        Args:
+            model_alone: see `regions.run`.
 
         Raises:
             LoopError: see `run_eagerly`.
@@ -127,7 +135,7 @@ class ByPyTorch:
             return self.run(tape, why)
         with self.engine.lock:
             try:
-                regions.run(self.engine, tape)
+                regions.run(self.engine, tape, model_alone=model_alone)
             except NOT_COMPILED as error:
                 self.engine.refuse(tape, error)
             if not tape.is_eager:

@@ -24,6 +24,7 @@ from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
 from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
+from graphacc.capture.optimizer import is_separable
 from graphacc.capture.recurrent import check_unpacked
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
@@ -42,10 +43,11 @@ from graphacc.loop.gradients import Gradients, used_again
 from graphacc.loop.guards import Guards, NewInput
 from graphacc.loop.islands import Islands
 from graphacc.loop.keys import RandomKeys
+from graphacc.loop.loss_forms import LossForms
 from graphacc.loop.losses import LossWatch
 from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
 from graphacc.loop.model_call import ModelCall
-from graphacc.loop.optimizers import Binding, bind, inner_optimizers, parameter_names
+from graphacc.loop.optimizers import Binding, OtherState, bind, inner_optimizers, parameter_names, python_number
 from graphacc.loop.programs import Programs
 from graphacc.loop.promise import NotRecorded, Promise, written_too_early
 from graphacc.loop.tape import Opaque, Tape, Template, Variant, autocast_dtype
@@ -110,6 +112,7 @@ class Engine:
         self.gradients = Gradients(self)
         self.ways_back = WaysBack(self)
         self.by_pytorch = ByPyTorch(self)
+        self.loss_forms = LossForms(self)
         self.tape: Tape | None = None  # the recording that a call of the model would add to
         self.grad_modes = 0  # how often the loop has set requires_grad of a parameter
         self.watched: set[Handle] = set()  # what may be written uncounted
@@ -692,7 +695,9 @@ class Engine:
                 )
             if tape.backward_at is None:
                 tape.num_reads += 1
-                if tape.num_reads > MAX_READS and tape.updates == self.execution.updates:
+                if (why := self.loss_forms.too_many(tape)) is not None:
+                    self.by_pytorch.run_loss(tape, why)
+                elif tape.num_reads > MAX_READS and tape.updates == self.execution.updates:
                     self.by_pytorch.make_differentiable(tape, f"values are read more than {MAX_READS} times before backward(), each after further calls")
                 else:
                     self.execution.run_forward(tape, sorted({index, *tape.live()}), keep_buffers=False)
@@ -828,7 +833,10 @@ class Engine:
         if id(optimizer) not in self.bindings:
             self.bindings[id(optimizer)] = bind(self, optimizer)
         binding = self.bindings[id(optimizer)]
-        binding.names, strangers = parameter_names(self, optimizer)  # groups can be added
+        names, strangers = parameter_names(self, optimizer)  # groups can be added
+        if binding.state_on_device and (left := set(binding.names) - set(names)):
+            self._bring_state_home(binding, left)
+        binding.names = names
         if len(self.bindings) > 1:
             self._make_way(binding)
         if binding.misfit is not None and not dict.get(optimizer.state, binding.misfit.tensor):
@@ -837,6 +845,19 @@ class Engine:
             binding.by_torch = f"it holds {strangers} parameter(s) that do not belong to the compiled model"
         binding.adopt_state()
         return binding
+
+    def _bring_state_home(self, binding: Binding, names: Iterable[str]) -> None:
+        """The state of parameters that the loop has taken out of the optimizer's groups comes to ``optimizer.state``, where PyTorch leaves it."""
+        with self.lock:
+            self._drain()
+            is_home = bool(binding.copies)
+            for name in (name for name in names if name in self.handles):
+                if not is_home and (tensors := self.programs.optimizer_state(name)):
+                    binding.hold(self.handles[name].tensor, tensors)
+                for target in self.programs.state_targets(name) if self.programs.offload is None else ():
+                    self.programs.state.discard(Kind.STATE, target)
+            if not is_home:
+                binding.copies = {}  # those of the others are out of date
 
     def _make_way(self, binding: Binding) -> None:
         """The devices have one state for each parameter: that of another optimizer of the same parameters comes to the host."""
@@ -901,6 +922,14 @@ class Engine:
             found |= {f"{name}/{key}": value for key, value in held.items() if isinstance(value, Tensor)}
         return found
 
+    def other_optimizer_state(self, binding: Binding) -> OtherState:
+        """The optimizer's state besides tensors of parameters, which is always on the host."""
+        held = {name: dict.get(binding.optimizer.state, self.handles[name].tensor, {}) for name in binding.names}
+        left_out = (Tensor, type(None), int, float) if binding.state_on_device else (Tensor, type(None))  # the devices have numbers as tensors
+        found = {name: {key: value for key, value in values.items() if not isinstance(value, left_out)} for name, values in held.items()}
+        own = {key: value for key, value in dict.items(binding.optimizer.state) if not isinstance(key, Tensor)}
+        return OtherState({name: values for name, values in found.items() if values}, own)
+
     def load(self, handle: Handle, read: Callable[[Index], np.ndarray]) -> None:
         """Replace the value of a parameter or buffer by one that is read block by block; every process reads what its devices hold."""
         with self.lock:
@@ -918,12 +947,20 @@ class Engine:
         on_host = not self.programs.keeps_state if kind is Kind.STATE else self.programs.offload is not None
         return [whole(shape)] if on_host else needed(*self.programs.layout_of(kind, target, shape, dtype))
 
-    def load_optimizer_state(self, binding: Binding, state: Mapping[str, tuple[tuple[int, ...], torch.dtype, Callable[[Index], np.ndarray]]]) -> None:
-        """Replace an optimizer's state, "<parameter>/<state>" -> shape, dtype and where it is read."""
+    def load_optimizer_state(
+        self, binding: Binding, state: Mapping[str, tuple[tuple[int, ...], torch.dtype, Callable[[Index], np.ndarray]]], others: OtherState
+    ) -> None:
+        """Replace an optimizer's state.
+
+        Args:
+            state: "<parameter>/<state>" -> shape, dtype and where it is read.
+            others: as `other_optimizer_state` gives it.
+        """
         with self.lock:
             self.programs.drain()
-            on_devices = self.programs.keeps_state
-            dict.clear(binding.optimizer.state)
+            optimizer, on_devices = binding.optimizer, self.programs.keeps_state
+            known = {name for name in binding.names if dict.get(optimizer.state, self.handles[name].tensor)}
+            dict.clear(optimizer.state)
             for target in [target for name in binding.names for target in self.programs.state_targets(name)] if on_devices else ():
                 if target not in state:
                     self.programs.state.discard(Kind.STATE, target)
@@ -931,24 +968,29 @@ class Engine:
                 name, _, key = target.rpartition("/")
                 if on_devices:
                     self.programs.load_blocks(Kind.STATE, target, shape, dtype, read)
-                else:
-                    value = torch_view(read(whole(shape)))
-                    dict.setdefault(binding.optimizer.state, self.handles[name].tensor, {})[key] = value
+                if not on_devices or name in known or name in others.parameters:
+                    value = _without_values(shape, dtype) if on_devices else torch_view(read(whole(shape)))
+                    number = None if is_separable(optimizer) else python_number(optimizer, key, value)
+                    dict.setdefault(optimizer.state, self.handles[name].tensor, {})[key] = value if number is None else number
+            for name, values in others.parameters.items():
+                dict.setdefault(optimizer.state, self.handles[name].tensor, {}).update(values)
+            dict.update(optimizer.state, others.keys)
             binding.state_on_device, binding.copies, binding.given_out = on_devices, {}, not on_devices
 
     def restart(self, *, seed: int, counter: int, steps: int) -> None:
-        """Forget what was recorded, and continue the random numbers and the count of steps from a checkpoint."""
+        """Forget what was recorded, and continue the random numbers and the count of steps from a checkpoint. Gradients stay, as ``load_state_dict`` leaves them."""
         self.programs.drain()
         if self.tape is not None:
             self.close(self.tape)
-        self.tape = self.template = self.gradients.pending = None
+        self.tape = self.template = None
         self.recent.clear()
-        self.gradients.accumulated.clear()
-        self.gradients.host_grads.clear()
-        for handle in self.handles.values():
-            handle.grad = handle.host_grad = None
         self.keys.restart(seed, counter)
         self.steps = steps
+
+
+def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What a capture is shown of state that is on the devices, where it cannot make it: an optimizer's constructor has made it, say."""
+    return torch.empty(shape, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
 
 
 def _form(args: tuple, kwargs: dict) -> tuple:

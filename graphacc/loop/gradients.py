@@ -9,7 +9,7 @@ import functools
 import sys
 import typing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,15 +57,14 @@ class Gradients:
                 numbers = tape.numbers = numbers_of_batch(tape)
                 tape.outputs = sorted({*tape.outputs, *(start for _, starts in numbers.values() for start in starts)} - numbers.keys() - {tape.loss})
             self.engine.execution.settle_length(tape)
+            if tape.bucket is None and (why := self.engine.loss_forms.too_many(tape)) is not None:
+                self._by_autograd(tape, self.engine.by_pytorch.run_loss, why)
+                return
             try:
                 joint = self.engine.fallback.attempt(lambda: self.engine.execution.joint(tape))
             except NOT_COMPILED as error:
                 self.engine.refuse(tape, error)
-                loss, tape.loss, tape.backward_at = tape.loss, None, None
-                self.engine.by_pytorch.run(tape, explanation(error))
-                value = tape.value(loss)
-                if value.requires_grad:  # else all that took a gradient was frozen since, and backward() gives none
-                    value.backward()
+                self._by_autograd(tape, self.engine.by_pytorch.run, explanation(error))
                 return
             self.pending = tape
             self.engine.ways_back.follow(tape)
@@ -94,6 +93,14 @@ class Gradients:
                     _replace(handle, own)
             elif any(handle.kind is Kind.PARAM and handle.is_shared for handle in self.engine.handles.values()):
                 self.engine.execution.run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
+
+    def _by_autograd(self, tape: Tape, run: Callable[[Tape, str], None], why: str) -> None:
+        """The backward of a recording by PyTorch's autograd, of which `run` makes its values results."""
+        loss, tape.loss, tape.backward_at = tape.loss, None, None
+        run(tape, why)
+        value = tape.value(loss)
+        if value.requires_grad:  # else all that took a gradient was frozen since, and backward() gives none
+            value.backward()
 
     def _settle_pending(self) -> None:
         """Before another backward: the gradients of the last one go to the accumulators."""

@@ -1,8 +1,9 @@
 """The keys of the random numbers in what is compiled: (seed, how many recordings there have been under it).
 
 They follow PyTorch's generator: after ``torch.manual_seed(s)`` the same recordings draw the same numbers again, also within
-``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. A compiled
-program takes nothing from that generator; so that its state tells one call from another, each that draws takes one number from it. A model that draws
+``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. Where recordings begin
+under a generator that has moved since it was seeded, they are counted from a number that its state gives: a process that goes on from another's state draws
+other numbers than that one's first steps did. A compiled program takes nothing from that generator; so that its state tells one call from another, each that draws takes one number from it. A model that draws
 nothing takes nothing. A call that begins where an earlier one of its recording did draws that one's numbers again.
 """
 
@@ -32,7 +33,8 @@ class RandomKeys:
         self.seed, self.counter = seed, 0
         self._follows = follows
         self._torch_seed = torch.initial_seed()
-        self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # torch's seed -> `counter` when it was left
+        self._counts = not follows  # recordings under the present seed
+        self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # seed -> `counter` when it was left
         self._draws = False  # a call, or a program, has drawn numbers
         self._draws_unseen = False  # a program has, and no call of it
         self._key = seed, 0  # of the present recording
@@ -46,6 +48,8 @@ class RandomKeys:
             self.counter += 1
             return self.seed, self.counter
         self._follow()
+        if not self._counts:
+            self._counts, self.counter = True, 0 if self._just_seeded() else _first_count()
         if not self._draws:  # the generator says nothing of recordings that take nothing from it
             self.counter += 1
             self._began, self._key = None, (self.seed, self.counter)
@@ -101,9 +105,10 @@ class RandomKeys:
 
     def restart(self, seed: int, counter: int) -> None:
         """Go on from a checkpoint; the next ``torch.manual_seed`` sets it anew."""
-        self.seed, self.counter = seed, counter
+        self.seed, self.counter, self._counts = seed, counter, True
         self._torch_seed = torch.initial_seed()
         self._counters.clear()
+        self._counters[seed] = counter  # the loop may set the generator's state from then, too
         self._known.clear()
         if self._draws and self._just_seeded():
             _draw()
@@ -111,10 +116,15 @@ class RandomKeys:
     def _follow(self) -> None:
         now = torch.initial_seed()
         if now != self._torch_seed:
-            self._counters[self._torch_seed] = self.counter
+            if self._counts:
+                self._counters[self.seed] = self.counter
             if len(self._counters) > _MAX_SEEDS:
                 self._counters.popitem(last=False)
-            self.seed, self.counter, self._torch_seed = now & 0xFFFFFFFF, self._counters.pop(now, 0), now
+            self.seed, self._torch_seed = now & 0xFFFFFFFF, now
+            counter = self._counters.pop(self.seed, None)
+            self._counts, self.counter = counter is not None, counter or 0
+            if not self._draws and self._just_seeded():  # no step of this process
+                self.counter = 0
 
     def _just_seeded(self) -> bool:
         now = torch.initial_seed()
@@ -127,6 +137,10 @@ class RandomKeys:
 def _state() -> bytes:
     with without_modes(), outside_of_transforms():
         return hashlib.blake2b(torch.default_generator.get_state().numpy().data, digest_size=16).digest()
+
+
+def _first_count() -> int:
+    return int.from_bytes(_state()[:4], "little") >> 2  # 30 bits, behind which there is room
 
 
 def _draw() -> None:

@@ -110,7 +110,8 @@ def note_of_loss(tape: Tape) -> str | None:
         return None
     return (
         f"with microbatches={count} the loss is the mean of the microbatches' losses, and this one is not seen to be a mean over the batch: of a sum, or of a sum over the size of "
-        f"the whole batch, that is 1/{count}. Take .mean(), or multiply by {count}"
+        f"the whole batch, that is 1/{count}: take .mean(), or multiply by {count}. Where it sets rows of the batch in relation to each other (pairs by chunk(2)), every microbatch "
+        "makes pairs of its own: leave microbatches out, or put the pairs into a dim of their own, behind the batch"
     )
 
 

@@ -171,6 +171,8 @@ def run_function(func, args: tuple, kwargs: dict):
         args = like, *rest
     leaves = trees.leaves((args, kwargs))
     tapes = open_tapes(func, leaves)
+    if func in _WITHOUT_GRADIENT or func in _SHOWS_GRAPH:
+        _check_inputs_of_backward(args[0])
     if not tapes:
         _keep_way_back(func, leaves)
         if func is Tensor.backward:
@@ -258,6 +260,24 @@ def _gradient_from_autograd(tape: "Tape", index: int, gradient: Tensor) -> None:
                 "backward() went through the model before the gradient of a torch.autograd.Function that the loop applied to its result was there: "
                 "apply the Function in the model's forward, or give it a result that nothing else uses"
             ) from error
+
+
+def _check_inputs_of_backward(tensor: Tensor) -> None:
+    """Refuse ``torch.autograd.backward(tensors, inputs=...)``, which calls no torch function: autograd would go on the way to `inputs` alone, which does not lead through promises.
+
+    Raises:
+        LoopError: it looks at a promise, before it begins.
+    """
+    frame, depth = sys._getframe(3), 0  # behind `run_function` and `Promise.__torch_function__`
+    while frame is not None and depth < 2:
+        if frame.f_code is torch.autograd.backward.__code__:
+            if frame.f_locals["inputs"] is not None and any(tensor is leaf for leaf in pytree.tree_leaves(frame.f_locals["tensors"])):
+                raise LoopError(
+                    "torch.autograd.backward(tensors, inputs=...) over a result of a compiled model cannot be followed: call loss.backward(inputs=...) on the sum of the losses, or "
+                    "torch.autograd.grad(losses, inputs)"
+                )
+            return
+        frame, depth = frame.f_back, depth + 1
 
 
 def _is_start(tape: "Tape", index: int) -> bool:

@@ -52,20 +52,22 @@ def possible(engine: "Engine", tape: Tape | None = None) -> bool:
     return whole and engine.fallback.backend is FX and not engine.by_pytorch.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
 
 
-def run(engine: "Engine", tape: Tape) -> None:
+def run(engine: "Engine", tape: Tape, *, model_alone: bool = False) -> None:
     """Run the calls of a recording as a region; functions of the model's results by PyTorch, if the loop holds both.
 
     Leaves the recording as it is where a region cannot do it.
+
+    Args:
+        model_alone: functions of the model's results by PyTorch in any case.
 
     Raises:
         LoopError, CaptureError, LoweringError: see `Region.run`.
     """
     calls, outputs = tape.forward_calls, tape.live()
-    models = [engine.is_model(call.function) for call in calls]
-    path = next((call.function.path for call, is_model in zip(calls, models) if is_model), "")
+    path = next((call.function.path for call in calls if engine.is_model(call.function)), "")
     rest = []
-    if len(calls) > 1 and any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other):
-        calls, rest = _parted(tape, models)
+    if model_alone or (len(calls) > 1 and any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other)):
+        calls, rest = parted(tape)
         read = {index for call in rest for index in tape.reads(call)}
         outputs = [index for call in calls for index in call.results if index in {*read, *outputs}]
         if not calls or any(depends(tape.values[one], tape.values[other]) for one in outputs for other in outputs if one != other):
@@ -85,9 +87,10 @@ def run(engine: "Engine", tape: Tape) -> None:
     engine.close(tape)
 
 
-def _parted(tape: Tape, models: Sequence[bool]) -> tuple[list[Call], list[Call]]:
+def parted(tape: Tape) -> tuple[list[Call], list[Call]]:
     """The calls of the model, and the loop's functions of their results; no calls where that is another order of what follows from each other."""
     calls = tape.forward_calls
+    models = [tape.engine.is_model(call.function) for call in calls]
     inside, rest = ([call for call, is_model in zip(calls, models) if is_model is wanted] for wanted in (True, False))
     made = {index for call in rest for index in call.results}
     moved = rest if models.count(True) > 1 else []  # behind a call of the model that they stood before

@@ -33,6 +33,14 @@ def test_weighted_embedding_bag(form):
     check(input, offsets, [torch.randn(7, 4), torch.rand(input.shape)], lambda _, p: dict(mode="sum", per_sample_weights=p))
 
 
+@pytest.mark.parametrize("form", ["equal", "offsets"])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_the_first_of_equal_rows_has_the_gradient_of_a_bag(form, padding):
+    """Also where the maximum is 0, as that of an empty bag."""
+    input, offsets = (EQUAL, None) if form == "equal" else (FLAT, STARTS)
+    check(input, offsets, [torch.randint(-2, 1, (7, 4)).float()], lambda weight: dict(mode="max", padding_idx=padding))
+
+
 def check(input, offsets, tensors, keywords):
     results = []
     for function in (embedding_bag, F.embedding_bag):

@@ -134,6 +134,33 @@ def test_a_checkpoint_goes_on(tmp_path):
     assert trained(other, 2) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("restored", ["generator", "checkpoint", "both", "both, generator first"])
+def test_a_run_that_goes_on_elsewhere(restored, tmp_path):
+    """New objects, as another process makes them, do not draw the numbers of the first steps again where the generator's state is set; with a checkpoint of ours they draw those that follow."""
+    model = dropping(1)
+    first = trained(model, 3)
+    graphacc.save_checkpoint(tmp_path / "step3", model)
+    state = torch.get_rng_state()
+    expected = trained(model, 3)
+    torch.manual_seed(5)
+    other = dropping(1)
+    torch.manual_seed(7)
+    if restored == "both, generator first":
+        torch.set_rng_state(state)
+    if restored != "generator":
+        graphacc.load_checkpoint(tmp_path / "step3", other)
+    if restored in ("generator", "both"):
+        torch.set_rng_state(state)
+    found = trained(other, 3)
+    if restored != "generator":
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert not any(abs(one - before) < 1e-6 for one in found for before in first)
+    if restored == "generator":
+        torch.manual_seed(5)
+        torch.set_rng_state(state)
+        assert trained(other, 3) == pytest.approx(found, rel=1e-6)
+
+
 @pytest.mark.lazy
 def test_lazily_captured_calls_repeat_too():
     expected = equalities(set_back(dropping(None)))

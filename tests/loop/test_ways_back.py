@@ -490,3 +490,17 @@ def test_optimizers_that_lazy_tensors_cannot_follow(make, strategy):
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4, abs=LOSS)
     assert max(map(relative_error, found[1][1], found[0][1])) <= PARAMETERS_AFTER_STEPS
     assert bool(model._graphacc_engine.by_pytorch.counts) == (make is follows_values)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_inputs_of_autograds_own_backward_are_refused(several):
+    """It calls no torch function: all parameters had gradients (of one loss), or none (of several)."""
+    model = compiled(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(torch.randn(8, 4))
+    losses = [out.mean(), out.std()] if several else out.std()
+    with pytest.raises(LoopError, match=r"inputs=\.\.\.\) over a result of a compiled model"):
+        torch.autograd.backward(losses, inputs=list(model[2].parameters()))
+    (sum(losses) if several else losses).backward(inputs=list(model[2].parameters()))
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+    optimizer.step()

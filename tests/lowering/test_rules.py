@@ -399,6 +399,15 @@ def test_gradients_of_losses_pads_and_views(name, dtype):
     check_lowering(gradient, torch.linspace(-4.1, 4.3, 48).reshape(2, 4, 6).to(dtype))
 
 
+def test_matrix_exponential_is_right_to_single_precision():
+    x = torch.randn(8, 6)
+    for w in (x.T @ x, -x.T @ x, x[:6] - x[:6].T):
+        for norm in (0.4, 1.9, 7.0, 14.0):
+            w = w * (norm / w.abs().sum(0).max())
+            (got,), exact = run_lowered(step_graph(torch.matrix_exp, w), w), torch.matrix_exp(w.double())
+            assert (got - exact).abs().max() < 2e-6 * exact.abs().max()
+
+
 def test_foreach_lists():
     x, y = [torch.rand(2, 3) + 1, torch.rand(4) + 1], [torch.rand(2, 3) + 1, torch.rand(4) + 1]
     calls = [

@@ -36,6 +36,27 @@ def test_conjugated_tensors_on_several_devices(strategy):
     check_both(reference, model, lambda one, step: one(batches[step]), steps=2)
 
 
+class Spectral(nn.Module):
+    """Complex parameters, each gathered behind the other's use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(shape, dtype=torch.cfloat) / 4) for shape in ((8, 16), (16, 8)))
+
+    def forward(self, x):
+        z = torch.einsum("bi,io->bo", torch.fft.fft(x), self.first)
+        return torch.fft.ifft(torch.einsum("bi,io->bo", z, self.second)).abs().square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=8,zero=3"])
+@pytest.mark.default_cases("fsdp=4")
+def test_complex_parameters_are_gathered(strategy):
+    reference = Spectral()
+    model = compiled(copy.deepcopy(reference), strategy, capture="fx")
+    batches = [torch.randn(16, 8) for _ in range(2)]
+    check_both(reference, model, lambda one, step: one(batches[step]), steps=2)
+
+
 def test_what_an_operator_gives_has_its_values_in_memory():
     with fake_mode():
         z = torch.empty(4, 3, dtype=torch.complex64)

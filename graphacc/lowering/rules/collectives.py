@@ -217,12 +217,16 @@ def _with_hidden_zero(x, dependency):
     zero = computed_once(word * (word + 1) & 1)  # else every fusion that reads `x` computes it, and `dependency` stays in memory for them all
     if x.dtype == jnp.bool_:
         return x ^ (zero != 0)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_with_hidden_zero(x.real, dependency), x.imag)
     bits = _bits(x)
     return lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), x.dtype)
 
 
 def _bits(x):
-    """The bits of `x` as unsigned integers of its width."""
+    """The bits of `x`, of a complex number those of its real part, as unsigned integers of its width."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = x.real
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize])
