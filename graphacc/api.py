@@ -135,7 +135,7 @@ def compile(
     _check_choice("batch", batch, BATCHES)
     check_memory_plan(memory_plan, plan_seconds)
     distributed.initialize()
-    follows_torch = seed is None and distributed.process_count() == 1
+    seed_is_chosen, follows_torch = seed is not None, seed is None and distributed.process_count() == 1
     seed = seed_of_torch() if seed is None else seed & 0xFFFFFFFF
     if capture == "torch_xla":
         asked = dict(verify=verify, max_grad_norm=max_grad_norm, batch_dims=batch_dims, annotations=annotations)
@@ -170,6 +170,7 @@ def compile(
     options = Options(
         seed=seed,
         follows_torch=follows_torch,
+        seed_is_chosen=seed_is_chosen,
         max_grad_norm=max_grad_norm,
         nan_loss=nan_loss,
         keep_gradients=keep_gradients,

@@ -132,6 +132,18 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
+def kind_of_optimizer(optimizer: Optimizer) -> str:
+    """What says whether one optimizer's state means the same to another: the class of torch.optim that it derives from, else its own; Adam with decoupled weight decay is AdamW."""
+    if isinstance(getattr(type(optimizer), "state", None), property):  # a wrapper that shows another optimizer's
+        inner = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+        if inner is not None:
+            return kind_of_optimizer(inner)
+    found = getattr(optimizer, "functional_equivalent", lambda: type(optimizer))()
+    found = next((cls for cls in found.__mro__ if cls.__module__.startswith("torch.optim.") and cls is not Optimizer), found)
+    decoupled = found is torch.optim.Adam and optimizer.defaults.get("decoupled_weight_decay")
+    return "AdamW" if decoupled else found.__qualname__
+
+
 def stand_in(optimizer: Optimizer, groups: list[dict], state: dict[Tensor, dict]) -> Optimizer:
     """An optimizer of the traceable class with other groups and state; hooks and patched methods are left behind."""
     double = object.__new__(traceable_class(optimizer))
@@ -443,6 +455,17 @@ _kinds: weakref.WeakKeyDictionary[Optimizer, dict[str, type]] = weakref.WeakKeyD
 def kind_of_state(optimizer: Optimizer, key: str) -> type | None:
     """The type of what the optimizer keeps under a name, where a capture has seen it."""
     return _kinds.get(optimizer, {}).get(key)
+
+
+def kinds_of_state(optimizer: Optimizer) -> dict[str, str]:
+    """`kind_of_state` of everything that a capture has seen, as JSON can hold it: "int", "float" or "tensor"."""
+    return {key: "tensor" if issubclass(kind, Tensor) else "float" if issubclass(kind, float) else "int" for key, kind in _kinds.get(optimizer, {}).items()}
+
+
+def note_kinds_of_state(optimizer: Optimizer, kinds: Mapping[str, str]) -> None:
+    """`kind_of_state` as another optimizer of the class has seen it, whose state this one takes over."""
+    types = {"int": int, "float": float, "tensor": Tensor}
+    _kinds.setdefault(optimizer, {}).update({key: types[kind] for key, kind in kinds.items()})
 
 
 def _tensors(optimizer: Optimizer, state: dict) -> dict[str, Tensor]:

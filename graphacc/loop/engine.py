@@ -24,7 +24,7 @@ from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
 from graphacc.capture.numbers import NeedsNumber, Number, function_of, is_of_call, refuse_in
-from graphacc.capture.optimizer import is_separable
+from graphacc.capture.optimizer import is_separable, kinds_of_state, note_kinds_of_state
 from graphacc.capture.recurrent import check_unpacked
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
@@ -84,6 +84,7 @@ class Options:
 
     seed: int  # first word of the random keys
     follows_torch: bool = False  # it is torch's, and `torch.manual_seed` sets it anew
+    seed_is_chosen: bool = True  # by the user
     max_grad_norm: float | None = None  # clip the total norm of the gradients that an optimizer's step uses
     nan_loss: str = "warn"  # "warn", "stop" or "ignore" when a loss is not finite
     keep_gradients: bool = False  # gradients stay after a step, as PyTorch's do, at the cost of their memory
@@ -121,7 +122,7 @@ class Engine:
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
         self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads
         self.bindings: dict[int, Binding] = {}
-        self.keys = RandomKeys(options.seed, follows=options.follows_torch)
+        self.keys = RandomKeys(options.seed, follows=options.follows_torch, chosen=options.seed_is_chosen)
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
         self.lock = threading.RLock()  # held while the state on the devices changes, or is read
@@ -695,7 +696,7 @@ class Engine:
                 )
             if tape.backward_at is None:
                 tape.num_reads += 1
-                if (why := self.loss_forms.too_many(tape)) is not None:
+                if self.buckets is None and (why := self.loss_forms.too_many(tape)) is not None:
                     self.by_pytorch.run_loss(tape, why)
                 elif tape.num_reads > MAX_READS and tape.updates == self.execution.updates:
                     self.by_pytorch.make_differentiable(tape, f"values are read more than {MAX_READS} times before backward(), each after further calls")
@@ -928,7 +929,8 @@ class Engine:
         left_out = (Tensor, type(None), int, float) if binding.state_on_device else (Tensor, type(None))  # the devices have numbers as tensors
         found = {name: {key: value for key, value in values.items() if not isinstance(value, left_out)} for name, values in held.items()}
         own = {key: value for key, value in dict.items(binding.optimizer.state) if not isinstance(key, Tensor)}
-        return OtherState({name: values for name, values in found.items() if values}, own)
+        kinds = {} if is_separable(binding.optimizer) else kinds_of_state(binding.optimizer)
+        return OtherState({name: values for name, values in found.items() if values}, own, kinds)
 
     def load(self, handle: Handle, read: Callable[[Index], np.ndarray]) -> None:
         """Replace the value of a parameter or buffer by one that is read block by block; every process reads what its devices hold."""
@@ -959,6 +961,7 @@ class Engine:
         with self.lock:
             self.programs.drain()
             optimizer, on_devices = binding.optimizer, self.programs.keeps_state
+            note_kinds_of_state(optimizer, others.kinds)
             known = {name for name in binding.names if dict.get(optimizer.state, self.handles[name].tensor)}
             dict.clear(optimizer.state)
             for target in [target for name in binding.names for target in self.programs.state_targets(name)] if on_devices else ():

@@ -13,6 +13,7 @@ import hashlib
 import torch
 
 from graphacc._compat.torch_ import outside_of_transforms, without_modes
+from graphacc.runtime.distributed import share
 
 _MAX_SEEDS = 256
 """Seeds whose count is remembered, for loops that go back to one (`fork_rng`)."""
@@ -26,14 +27,15 @@ class RandomKeys:
     Args:
         seed: the first word.
         follows: whether `torch.manual_seed` sets it anew. Not where the user has chosen the seed, nor with several processes, which may
-            seed their loops differently and must draw alike.
+            seed their loops differently and must draw alike: they count from what the first process's generator gives.
+        chosen: whether the user has chosen the seed; then recordings are counted from 0.
     """
 
-    def __init__(self, seed: int, *, follows: bool):
+    def __init__(self, seed: int, *, follows: bool, chosen: bool):
         self.seed, self.counter = seed, 0
         self._follows = follows
         self._torch_seed = torch.initial_seed()
-        self._counts = not follows  # recordings under the present seed
+        self._counts = chosen  # recordings under the present seed, from a number on that is known
         self._counters: collections.OrderedDict[int, int] = collections.OrderedDict()  # seed -> `counter` when it was left
         self._draws = False  # a call, or a program, has drawn numbers
         self._draws_unseen = False  # a program has, and no call of it
@@ -44,12 +46,10 @@ class RandomKeys:
         self._known: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()  # state of the generator -> the key of a recording that found it
 
     def next(self) -> tuple[int, int]:
+        self.begin()
         if not self._follows:
             self.counter += 1
             return self.seed, self.counter
-        self._follow()
-        if not self._counts:
-            self._counts, self.counter = True, 0 if self._just_seeded() else _first_count()
         if not self._draws:  # the generator says nothing of recordings that take nothing from it
             self.counter += 1
             self._began, self._key = None, (self.seed, self.counter)
@@ -66,6 +66,13 @@ class RandomKeys:
             _draw()
             self._moved = _state()
         return key
+
+    def begin(self) -> None:
+        """Find where `counter` begins, if it has not begun under the present seed."""
+        if self._follows:
+            self._follow()
+        if not self._counts:
+            self._counts, self.counter = True, int(share(lambda: str(0 if self._just_seeded() else _first_count())))
 
     def _begin(self, state: bytes, key: tuple[int, int]) -> None:
         """The present recording began where the generator stood at `state`."""

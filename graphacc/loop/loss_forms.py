@@ -15,8 +15,8 @@ if typing.TYPE_CHECKING:
 MAX_LOSS_FORMS = 8
 """Forms of the loop's own code behind the same calls of the model for which whole programs are compiled."""
 
-MAX_KNOWN = 64
-"""Calls of the model, with their shapes, whose losses are counted."""
+MAX_KNOWN = 512
+"""Recordings, and calls of the model, that are remembered."""
 
 
 class LossForms:
@@ -24,23 +24,27 @@ class LossForms:
 
     def __init__(self, engine: "Engine"):
         self.engine = engine
-        self._forms: dict[tuple, set[tuple]] = {}  # (calls of the model, number of values read before backward, or None at it) -> recordings up to there
+        self._known: dict[tuple, None] = {}  # recordings that are compiled
+        self._counts: dict[tuple, int] = {}  # (calls of the model, number of values read before backward, or None at it) -> how many of those begin with them
 
     def too_many(self, tape: Tape) -> str | None:
         """Why a recording, which is about to be compiled, is not worth it; None where it is, or where its loss cannot be run by itself."""
         whole = tape.forward_key
-        if any(whole in forms for forms in self._forms.values()) or (calls := self._calls(tape)) is None:
+        if whole in self._known:
             return None
-        forms = self._forms.setdefault((calls, tape.num_reads if tape.backward_at is None else None), set())
-        if len(forms) < MAX_LOSS_FORMS:
-            forms.add(whole)
-            if len(self._forms) > MAX_KNOWN:
-                self._forms.pop(next(iter(self._forms)))
-            return None
-        return (
-            f"with the same calls of the model it has had more than {MAX_LOSS_FORMS} forms (shapes, or numbers of calls), each of which would be compiled; the model itself is "
-            "compiled. Give what varies (boxes, pairs, terms) one size, with a mask, to have whole steps compiled"
-        )
+        if (calls := self._calls(tape)) is not None:
+            place = calls, tape.num_reads if tape.backward_at is None else None
+            if self._counts.get(place, 0) >= MAX_LOSS_FORMS:
+                return (
+                    f"with the same calls of the model it has had more than {MAX_LOSS_FORMS} forms (shapes, or numbers of calls), each of which would be compiled; the model "
+                    "itself is compiled. Give what varies (boxes, pairs, terms) one size, with a mask, to have whole steps compiled"
+                )
+            self._counts[place] = self._counts.get(place, 0) + 1
+        self._known[whole] = None
+        for held in (self._known, self._counts):
+            if len(held) > MAX_KNOWN:
+                held.pop(next(iter(held)))
+        return None
 
     def _calls(self, tape: Tape) -> tuple | None:
         """The identity of the model's calls; None where the loop computes nothing of their results that PyTorch could run by itself."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphacc._compat.torch_ import leave_out, storage_users
-from graphacc.capture.optimizer import attributes_of, is_separable, kind_of_state
+from graphacc.capture.optimizer import attributes_of, is_separable, kind_of_optimizer, kind_of_state
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
 from graphacc.loop.guards import OptimizerGuards
@@ -34,6 +34,15 @@ _UNCHANGING = (int, float, str, type(None))
 """Types of settings that are what they are as long as they are the same objects."""
 
 _hooks_installed = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherState:
+    """An optimizer's state besides tensors of its parameters."""
+
+    parameters: dict[str, dict[str, object]]  # parameter -> key -> number, list or whatever its code keeps
+    keys: dict[object, object]  # what is kept under a key that is no parameter
+    kinds: dict[str, str]  # of the state of all parameters: see `kinds_of_state`
 
 
 @dataclasses.dataclass
@@ -57,6 +66,16 @@ class Binding:
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
         return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
+
+    @property
+    def kind(self) -> str:
+        """Optimizers of one kind understand each other's state."""
+        return kind_of_optimizer(self.optimizer)
+
+    def number_settings(self) -> list[str]:
+        """The settings of torch's own optimizers that are numbers, which every version of the class has; none of another's."""
+        defaults = self.optimizer.defaults if is_separable(self.optimizer) else {}
+        return [name for name, value in defaults.items() if isinstance(value, (int, float, tuple)) and not isinstance(value, bool)]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

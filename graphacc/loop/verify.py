@@ -349,7 +349,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
     parts: list[dict[int, Tensor]] = []
     total: dict[str, Tensor] = {}
     with borrowed(engine.model), dense_gradients(engine.model):
-        leaves = {name: _leaf(handle.tensor, start[handle.kind, name]) for name, handle in engine.handles.items()}
+        leaves = {name: _leaf(handle.tensor, start[handle.kind, name], name in tape.grad_values) for name, handle in engine.handles.items()}
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         for microbatch in range(count):
             env.clear()
@@ -359,9 +359,8 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
                 tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))
             parts.append({i: env[i].detach().clone() for i in wanted})
             if grads:
-                trained = [name for name in tape.grad_values if leaves[name].requires_grad]  # what was frozen since has its gradient from an earlier backward
-                made = torch.autograd.grad(env[tape.loss] / count, [leaves[name] for name in trained], allow_unused=True, retain_graph=False)
-                for name, grad in zip(trained, made):
+                made = torch.autograd.grad(env[tape.loss] / count, [leaves[name] for name in tape.grad_values], allow_unused=True, retain_graph=False)
+                for name, grad in zip(tape.grad_values, made):
                     if grad is not None:
                         total[name] = total[name] + grad if name in total else grad
         buffers = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if (Kind.BUFFER, name) in start}
@@ -396,9 +395,9 @@ def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
     return {key: grad for key, grad in zip(wanted, grads) if grad is not None}
 
 
-def _leaf(tensor: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` that takes a gradient if `tensor` does, with the hooks of the user."""
-    leaf = value.clone().requires_grad_(tensor.requires_grad)
+def _leaf(tensor: Tensor, value: Tensor, took_gradient: bool) -> Tensor:
+    """A copy of `value` that takes a gradient if `tensor` does, or did at its backward and was frozen since, with the hooks of the user."""
+    leaf = value.clone().requires_grad_(tensor.requires_grad or took_gradient)
     for hook in (tensor._backward_hooks or {}).values() if leaf.requires_grad else ():
         leaf.register_hook(hook)
     return leaf

@@ -169,19 +169,20 @@ def load(
 
 
 def open_checked(
-    directory: str | os.PathLike, wanted: Mapping[str, tuple[Form, Iterable[Index]]], *, ignore_extra: Sequence[str] = ()
+    directory: str | os.PathLike, wanted: Mapping[str, tuple[Form, Iterable[Index]]], *, ignore_extra: Sequence[str] = (), differences: Sequence[str] = ()
 ) -> Reader:
     """A reader of a checkpoint of which everything that this process is about to read has been found to be whole; every process of the run calls this.
 
     Args:
         wanted: name -> shape and dtype, and the blocks that are going to be read; otherwise as `load`.
+        differences: those that the caller has found besides; with any the checkpoint is of another model.
 
     Raises:
         CheckpointError: as `load`, also where it is another process that has found damage.
     """
 
     def check() -> Reader:
-        reader = _open(directory, {name: form for name, (form, _) in wanted.items()}, ignore_extra)
+        reader = _open(directory, {name: form for name, (form, _) in wanted.items()}, ignore_extra, differences)
         for name, (_, blocks) in wanted.items():
             for block in blocks:
                 reader.check(name, block)
@@ -371,11 +372,11 @@ def _shared_token() -> str:
 
 
 def _open(
-    directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: Sequence[str]
+    directory: str | os.PathLike, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignore_extra: Sequence[str], differences: Sequence[str] = ()
 ) -> Reader:
     directory = pathlib.Path(directory)
     reader = Reader(directory, read_manifest(directory))
-    problems = list(_differences(reader, wanted, tuple(ignore_extra)))
+    problems = [*differences, *_differences(reader, wanted, tuple(ignore_extra))]
     if problems:
         raise CheckpointError(_other_model(directory, problems))
     return reader

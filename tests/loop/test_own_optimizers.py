@@ -538,3 +538,95 @@ def test_numbers_in_the_state_keep_their_types():
         state = optimizer.state_dict()["state"][0]
         found.append({key: (type(value), repr(value)) for key, value in state.items()})
     assert found[0] == found[1]
+
+
+class Collects(Own):
+    """State of all kinds, some of which its constructor makes, and a key of its own."""
+
+    def prepare(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(start=p.detach().clone(), count=0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = [*self.state.get("steps", []), len(self.state)]
+        for group, p in self.each():
+            state = self.state[p]
+            state["count"] += 1
+            state["last"] = [*state.get("last", [])[-1:], (p.grad.clone(), None)]
+            p.add_(p.grad + 0.1 * (p - state["start"]) + 0.1 * state["last"][0][0], alpha=-group["lr"] / state["count"])
+
+
+class MadeByTheConstructor(Own):
+    def prepare(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(start=p.detach().clone(), count=0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group, p in self.each():
+            state = self.state[p]
+            state["count"] += 1
+            p.add_(p.grad + 0.1 * (p - state["start"]), alpha=-group["lr"] / state["count"])
+
+
+@pytest.mark.parametrize("optimizer_class", [Collects, MadeByTheConstructor, Kinds, KeyOfItsOwn], ids=lambda cls: cls.__name__)
+def test_a_checkpoint_holds_all_state_of_own_optimizers(optimizer_class, tmp_path):
+    """What was no tensor was left out, and state that a constructor makes was missing in the next step."""
+
+    def step(model, optimizer) -> float:
+        loss = (model(torch.linspace(-1, 1, 32).view(8, 4)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    start = nn.Linear(4, 3)
+    model = graphacc.compile(copy.deepcopy(start), devices=1)
+    optimizer = optimizer_class(model.parameters())
+    for _ in range(2):
+        step(model, optimizer)
+    graphacc.save_checkpoint(tmp_path, model, optimizer)
+    new = graphacc.compile(copy.deepcopy(start), devices=1)
+    other = optimizer_class(new.parameters())
+    graphacc.load_checkpoint(tmp_path, new, other)
+    for _ in range(2):
+        assert step(new, other) == pytest.approx(step(model, optimizer), rel=1e-6)
+    kinds = [[sorted((name, type(value)) for name, value in values.items()) if isinstance(values, dict) else values for values in one.state_dict()["state"].values()] for one in (optimizer, other)]
+    assert str(kinds[0]) == str(kinds[1])
+
+
+def test_state_that_no_checkpoint_can_hold(tmp_path):
+    model = graphacc.compile(nn.Linear(4, 3), devices=1)
+    optimizer = Own(model.parameters())
+    optimizer.state[model.weight]["history"] = collections.deque([1])
+    with pytest.raises(graphacc.CheckpointError, match=r"the state of Own holds a deque at .*\['weight'\]\['history'\].*torch.save"):
+        graphacc.save_checkpoint(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["", "looked at before"])
+def test_state_of_parameters_taken_out_of_their_group(looks):
+    found = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        model = graphacc.compile(model, devices=1) if compile_it else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(6):
+            if step == 2:
+                if looks:
+                    assert optimizer.state[model[2].bias]
+                taken = [optimizer.param_groups[0]["params"].pop() for _ in range(2)]
+            if step == 4:
+                with torch.no_grad():
+                    optimizer.state[taken[0]]["exp_avg"].mul_(2)
+                optimizer.add_param_group({"params": taken})
+            model(torch.linspace(-1, 1, 32).view(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                assert all(optimizer.state[p]["step"] == 2 for p in taken)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()] + [optimizer.state[p]["exp_avg"].flatten() for p in taken]))
+    assert_close(found[1], found[0])

@@ -6,7 +6,7 @@ import jax.scipy.linalg
 import numpy as np
 from jax import lax
 
-from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.dtypes import cast
 from graphacc.lowering.registry import register
 
 _HIGHEST = lax.Precision.HIGHEST
