@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphacc._compat.torch_ import decomposition, python_body
+from graphacc._compat.torch_ import python_body
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.rewrites import Rewrites
 from graphacc.capture.lazy.whole import WholeCalls
-from graphacc.capture.lazy.written_out import is_wrong, written_out, written_out_where_wrong
+from graphacc.capture.lazy.written_out import is_wrong, replacement, written_out
 from graphacc.capture.randomness import Streams
 from graphacc.errors import CaptureError
 from graphacc.hlo import Draw
@@ -74,8 +74,9 @@ class LazyMode(TorchDispatchMode):
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inside = func not in _LIFTS and any(_is_inner(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-        func = _copying(func) if inside else func
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inside = func not in _LIFTS and any(map(_is_inner, tensors))
+        func = _copying(func) if inside or (tensors and not any(map(_is_lazy, tensors))) else func
         if func in _READS or (func is aten._to_copy.default and _to_host(args, kwargs)):
             return self._read(func, args, kwargs or {})
         _check_target(func, args)
@@ -121,7 +122,7 @@ class LazyMode(TorchDispatchMode):
         if id(tensor) not in self._moved:
             _check_foreign(tensor)
             with torch._C.DisableTorchFunctionSubclass():
-                self._moved[id(tensor)] = tensor, _inner(tensor.detach().to(self.device))
+                self._moved[id(tensor)] = tensor, _inner(xla.from_host(tensor.detach()))
         return self._moved[id(tensor)][1]
 
     def moved(self) -> list[Tensor]:
@@ -144,16 +145,16 @@ class LazyMode(TorchDispatchMode):
         if not self.known(given):
             raise ValueNeeded(f"{func} reads a data-dependent value of a tensor of shape {list(given[0].shape)}")
         with xla.executing():
-            return func(*pytree.tree_map_only(Tensor, Tensor.cpu, args), **kwargs)
+            return func(*pytree.tree_map_only(Tensor, xla.to_host, args), **kwargs)
 
     def _by_value(self, func, args: tuple, kwargs: dict, given: list[Tensor], why: str) -> object:
         """Run an operator on values that are known while recording; its result is a constant."""
         if not self.known(given):
             raise NotRecorded(why)
         with xla.executing():
-            args, kwargs = pytree.tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, xla.to_host, (args, kwargs))
             result = func(*args, **({**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs))
-            return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), result)
+            return pytree.tree_map_only(Tensor, xla.from_host, result)
 
     def _dynamic(self, func, args: tuple, kwargs: dict, given: list[Tensor]) -> object:
         """An operator with a boolean index, or whose result's shape depends on values: ``x[mask] = number`` is a where."""
@@ -166,8 +167,7 @@ class LazyMode(TorchDispatchMode):
 
     def _without_form(self, func, args: tuple, kwargs: dict, given: list[Tensor]) -> object:
         """An operator that torch_xla would compute on the host, or otherwise than torch: written in others, or on known values."""
-        function = written_out().get(func) or written_out_where_wrong().get(func) or decompositions().get(func) or decomposition(func)
-        if function is not None:
+        if (function := replacement(func, args, kwargs)) is not None:
             with self:
                 result = function(*args, **kwargs)
             if result is not NotImplemented:
@@ -194,7 +194,7 @@ def _record(func, args: tuple, kwargs: dict) -> object:
 @functools.cache
 def _copying(func):
     """The operator that copies what a view shows: torch_xla makes views of tensors without the wrapper by strides, where dims of
-    size 1 are confused.
+    size 1 are confused, and the wrapper around a view of a constant does not know that it is conjugated.
     """
     packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_copy", None) if func.is_view else None
     return getattr(packet, func._overloadname, func) if packet is not None else func
@@ -297,8 +297,12 @@ def _without_device(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name != "device"}
 
 
+def _is_lazy(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == xla.DEVICE
+
+
 def _is_inner(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == xla.DEVICE and not torch._is_functional_tensor(leaf)
+    return _is_lazy(leaf) and not torch._is_functional_tensor(leaf)
 
 
 def _inner(tensor: Tensor) -> Tensor:

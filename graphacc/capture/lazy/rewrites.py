@@ -5,6 +5,7 @@
 - Products of batches with several batch dims, such as [B, H, T, D] with [B, H, D, S], become ``torch.einsum``. ``torch.matmul``
   merges the batch dims before its operator is recorded; XLA's partitioner cannot follow that where two of them are split (the batch over
   dp, the heads over tp) and gathers the tensors. ``torch.einsum`` is recorded as one HLO product with several batch dims.
+- ``torch.einsum`` of complex tensors becomes the products of matrices that torch makes of it: torch_xla's own conjugates nothing in backward.
 
 What the model does under ``torch.autocast`` for the CPU or CUDA is refused.
 """
@@ -13,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from graphacc.capture.diagnose import AutocastIgnored
 from graphacc.capture.lazy.xla import DEVICE
 from graphacc.errors import CaptureError
 
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
+_EINSUMS = frozenset({torch.einsum, torch.ops.aten.einsum, torch.ops.aten.einsum.default})
 _BATCH_DIMS = "abcdefgh"
 _STRIDED = frozenset({torch.as_strided, Tensor.as_strided, Tensor.as_strided_, torch.as_strided_scatter})
 _NO_STRIDES = (
@@ -44,6 +47,8 @@ class Rewrites(TorchFunctionMode):
         if func in _PRODUCTS and not kwargs and _has_batch_dims(*args):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
             return torch.einsum(f"{batch}xy,{batch}yz->{batch}xz", *args)
+        if func in _EINSUMS and any(map(_is_complex, pytree.tree_leaves(args))):
+            return _by_matrices(*args)
         return func(*args, **kwargs)
 
 
@@ -64,6 +69,10 @@ def _is_lazy(x: object) -> bool:
     return isinstance(x, Tensor) and x.device.type == DEVICE
 
 
+def _is_complex(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_complex()
+
+
 def _kept(x: Tensor, argument: object) -> object:
     """An argument of ``x.to``, with x's own device in the place of another."""
     if isinstance(argument, tuple):
@@ -75,4 +84,11 @@ def _has_batch_dims(x: object, y: object) -> bool:
     """Whether both are lazy tensors of one dtype with the same two or more batch dims."""
     if not (_is_lazy(x) and _is_lazy(y)) or not 4 <= x.dim() <= len(_BATCH_DIMS) + 2:
         return False
-    return x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2] and x.dtype == y.dtype
+    return x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2] and x.dtype == y.dtype and not x.is_complex()
+
+
+def _by_matrices(equation: str, *operands) -> Tensor:
+    """What torch itself makes of ``torch.einsum`` where a device has no form of its own."""
+    operands = operands[0] if isinstance(operands[0], (list, tuple)) else operands
+    with torch._C.DisableTorchFunction():  # a mode would call the operator itself
+        return torch.ops.aten.einsum.default.decompose(equation, list(operands))

@@ -109,7 +109,7 @@ def _output(kind: Kind, target: str, tensor: Tensor) -> Output:
 
 def _on_host(value: Tensor) -> Tensor:
     with xla.executing():
-        return value.cpu()
+        return xla.to_host(value)
 
 
 def _check_random(ids: Sequence[int], what: str) -> None:

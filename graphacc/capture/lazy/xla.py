@@ -127,6 +127,17 @@ def executing() -> Iterator[None]:
         xla._set_allow_execution(before)
 
 
+def from_host(tensor: Tensor) -> Tensor:
+    """A tensor of the host as a constant; torch_xla moves no imaginary parts in double precision."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_complex_copy(torch.view_as_real(tensor).to(DEVICE)) if tensor.dtype == torch.complex128 else tensor.to(DEVICE)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The value of a lazy tensor that depends on no placeholder; inside `executing`."""
+    return torch.view_as_complex(torch.view_as_real_copy(tensor).cpu()) if tensor.dtype == torch.complex128 else tensor.cpu()
+
+
 @functools.cache
 def runtime_device() -> torch.device:
     """The device of torch_xla's own runtime, on which from now on everything is executed that is not traced here."""
