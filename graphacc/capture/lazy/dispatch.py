@@ -302,7 +302,7 @@ def _is_lazy(leaf: object) -> bool:
 
 
 def _is_inner(leaf: object) -> bool:
-    return _is_lazy(leaf) and not torch._is_functional_tensor(leaf)
+    return isinstance(leaf, Tensor) and leaf.device.type == xla.DEVICE and not torch._is_functional_tensor(leaf)
 
 
 def _inner(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Rewrites(TorchFunctionMode):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
             return torch.einsum(f"{batch}xy,{batch}yz->{batch}xz", *args)
         if func in _EINSUMS and any(map(_is_complex, pytree.tree_leaves(args))):
-            return _by_matrices(*args)
+            return _by_matrices(args)
         return func(*args, **kwargs)
 
 
@@ -81,14 +81,14 @@ def _kept(x: Tensor, argument: object) -> object:
 
 
 def _has_batch_dims(x: object, y: object) -> bool:
-    """Whether both are lazy tensors of one dtype with the same two or more batch dims."""
+    """Whether both are lazy tensors of one real dtype with the same two or more batch dims."""
     if not (_is_lazy(x) and _is_lazy(y)) or not 4 <= x.dim() <= len(_BATCH_DIMS) + 2:
         return False
-    return x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2] and x.dtype == y.dtype and not x.is_complex()
+    return x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2] and x.dtype == y.dtype and not _is_complex(x)
 
 
-def _by_matrices(equation: str, *operands) -> Tensor:
+def _by_matrices(arguments: object) -> Tensor:
     """What torch itself makes of ``torch.einsum`` where a device has no form of its own."""
-    operands = operands[0] if isinstance(operands[0], (list, tuple)) else operands
+    equation, *operands = pytree.tree_leaves(arguments)  # one by one or as a list
     with torch._C.DisableTorchFunction():  # a mode would call the operator itself
-        return torch.ops.aten.einsum.default.decompose(equation, list(operands))
+        return torch.ops.aten.einsum.default.decompose(equation, operands)

@@ -37,7 +37,7 @@ _BY_DECOMPOSITION = (
     aten.hardtanh_backward.default,  # these three let a gradient through at the bounds, also relu6's at 0
     aten.hardsigmoid_backward.default,
     aten.hardswish_backward.default,
-    aten.floor_divide.default,  # torch takes the remainder away first: 3 / 0.3 is 9.0 or 10.0
+    aten.floor_divide.default,  # torch takes the remainder away first, so that 3 // 0.3 is 9
     aten.threshold.default,  # the next ones hide a NaN
     aten.threshold_backward.default,
     aten.softshrink.default,
@@ -123,7 +123,7 @@ def is_wrong(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     It knows no divisor and no uneven last window of average pooling, pools to sizes that do not divide to wrong shapes, and is wrong about
     enlargement by fractions and distances of order 0 and infinity, broadcasts no batches of distances, drops the batch dims of singular values,
     and knows diagonals of the last two dims alone. It rounds inside a softmax in half precision, rounds a quotient of floats where torch takes the remainder
-    away first, and gives cumulative sums and bounds of integers the integers' dtype. The loss of one sample without a batch ends the process.
+    away first, and gives cumulative sums of integers their dtype. The loss of one sample without a batch ends the process.
     """
     if computes_complex(func, args, kwargs):
         return True
