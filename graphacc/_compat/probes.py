@@ -90,6 +90,7 @@ FLEX_ATTENTION = Feature(
         "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
         "torch.nn.attention.flex_attention:flex_attention_hop",
         "torch._higher_order_ops.flex_attention:math_attention",
+        "torch._dynamo._trace_wrapped_higher_order_op:zeros_and_scatter",
     ),
 )
 VALUES_ASKED = Feature(

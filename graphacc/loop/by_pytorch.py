@@ -129,7 +129,7 @@ class ByPyTorch:
             model_alone: see `regions.run`.
 
         Raises:
-            LoopError: see `run_eagerly`.
+            LoopError: see `run`.
         """
         if tape.is_eager or not regions.possible(self.engine, tape):
             return self.run(tape, why)

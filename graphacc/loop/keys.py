@@ -1,10 +1,11 @@
 """The keys of the random numbers in what is compiled: (seed, how many recordings there have been under it).
 
 They follow PyTorch's generator: after ``torch.manual_seed(s)`` the same recordings draw the same numbers again, also within
-``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. Where recordings begin
-under a generator that has moved since it was seeded, they are counted from a number that its state gives: a process that goes on from another's state draws
-other numbers than that one's first steps did. A compiled program takes nothing from that generator; so that its state tells one call from another, each that draws takes one number from it. A model that draws
-nothing takes nothing. A call that begins where an earlier one of its recording did draws that one's numbers again.
+``torch.random.fork_rng()``, and where its state is set to one from before (``torch.set_rng_state``), they draw the numbers from then. Where
+recordings begin under a generator that has moved since it was seeded, they are counted from a number that its state gives: a process that goes on
+from another's state draws other numbers than that one's first steps did. A compiled program takes nothing from that generator; so that its state
+tells one call from another, each that draws takes one number from it. A model that draws nothing takes nothing. A call that begins where an earlier
+one of its recording did draws that one's numbers again.
 """
 
 import collections

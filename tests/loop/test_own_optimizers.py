@@ -540,24 +540,6 @@ def test_numbers_in_the_state_keep_their_types():
     assert found[0] == found[1]
 
 
-class Collects(Own):
-    """State of all kinds, some of which its constructor makes, and a key of its own."""
-
-    def prepare(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].update(start=p.detach().clone(), count=0)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["steps"] = [*self.state.get("steps", []), len(self.state)]
-        for group, p in self.each():
-            state = self.state[p]
-            state["count"] += 1
-            state["last"] = [*state.get("last", [])[-1:], (p.grad.clone(), None)]
-            p.add_(p.grad + 0.1 * (p - state["start"]) + 0.1 * state["last"][0][0], alpha=-group["lr"] / state["count"])
-
-
 class MadeByTheConstructor(Own):
     def prepare(self):
         for group in self.param_groups:
@@ -570,6 +552,19 @@ class MadeByTheConstructor(Own):
             state = self.state[p]
             state["count"] += 1
             p.add_(p.grad + 0.1 * (p - state["start"]), alpha=-group["lr"] / state["count"])
+
+
+class Collects(MadeByTheConstructor):
+    """State of all kinds, some of which its constructor makes, and a key of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = [*self.state.get("steps", []), len(self.state)]
+        for group, p in self.each():
+            state = self.state[p]
+            state["count"] += 1
+            state["last"] = [*state.get("last", [])[-1:], (p.grad.clone(), None)]
+            p.add_(p.grad + 0.1 * (p - state["start"]) + 0.1 * state["last"][0][0], alpha=-group["lr"] / state["count"])
 
 
 @pytest.mark.parametrize("optimizer_class", [Collects, MadeByTheConstructor, Kinds, KeyOfItsOwn], ids=lambda cls: cls.__name__)
