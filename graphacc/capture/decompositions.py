@@ -81,6 +81,12 @@ def _accumulated(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+@_decomposes(aten.detach.default)
+def _detach(x: Tensor) -> Tensor:
+    """Nothing, as the trace stands below autograd; torch's form is an alias, behind a wrapper that takes as long as five operators."""
+    return x
+
+
 @_decomposes(aten.var_mean.correction)
 def _var_mean(x: Tensor, dim=None, *, correction=None, keepdim=False) -> tuple[Tensor, Tensor]:
     """Two passes of plain sums: mean, then the mean of the squares of the centred values."""

@@ -315,7 +315,9 @@ def state_layouts(optimizer: Optimizer, found: Sequence[Member]) -> dict[str, di
         if optimizer.state.get(parameter):
             layouts[member.name] = state_layout(optimizer, member)
         else:
-            layouts[member.name] = known[form] = known.get(form) or state_layout(optimizer, member)
+            if form not in known:
+                known[form] = state_layout(optimizer, member)
+            layouts[member.name] = known[form]
     return layouts
 
 

@@ -28,7 +28,7 @@ from graphacc.capture.optimizer import (
     state_layouts,
     with_numbers,
 )
-from graphacc.capture.replicate import replicated
+from graphacc.capture.replicate import is_elementwise, replicated
 from graphacc.capture.scalars import ValueNeeded, traced_scalars
 from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import KEY, Results, Slot
@@ -144,20 +144,29 @@ def _capture_optimizer(
 ) -> StepGraph | HloStep:
     check_python_state(optimizer)
     state = state_layouts(optimizer, found)
-    representatives = {member.name: member.name for member in found}
-    if backend.replicates and is_separable(optimizer):
+    if not (backend.replicates and is_separable(optimizer)):
+        return _traced(optimizer, found, state, numbers, backend)
+    for likeness in (_likeness_but_for_shape, _likeness):
         first: dict[tuple, str] = {}
-        representatives = {member.name: first.setdefault(_likeness(member, state[member.name]), member.name) for member in found}
-    update = _Update(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers, backend)
+        representatives = {member.name: first.setdefault(likeness(member, state[member.name]), member.name) for member in found}
+        step = _traced(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers, backend)
+        if likeness is _likeness or is_elementwise(step):
+            break
+    return replicated(step, representatives, {member.name: member.parameter.shape for member in found}) if len(first) < len(found) else step
+
+
+def _traced(
+    optimizer: Optimizer, found: Sequence[Member], state: dict[str, dict[str, Tensor]], numbers: dict[str, float], backend: Backend
+) -> StepGraph | HloStep:
+    update = _Update(optimizer, found, state, numbers, backend)
     try:
-        step = update.trace(capturable=False)
+        return update.trace(capturable=False)
     except CaptureError as error:
         # RAdam, ASGD and Rprop branch on values, except in the form that torch made for CUDA graphs.
         branched = isinstance(error.__cause__, (ValueNeeded, *data_dependent_errors()))
         if not branched or not any("capturable" in group for group in optimizer.param_groups):
             raise
-        step = update.trace(capturable=True)
-    return replicated(step, representatives) if len(update.members) < len(found) else step
+        return update.trace(capturable=True)
 
 
 def _likeness(member: Member, state: dict[str, Tensor]) -> tuple:
@@ -165,6 +174,17 @@ def _likeness(member: Member, state: dict[str, Tensor]) -> tuple:
     parameter = member.parameter
     layout = tuple((key, tuple(x.shape), x.dtype) for key, x in state.items())
     return member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, layout
+
+
+def _likeness_but_for_shape(member: Member, state: dict[str, Tensor]) -> tuple:
+    """Members with equal ones have the same operators if those work element by element.
+
+    Tensors of no dims do not decide dtypes as others do, and where strides are not those of the shape they are part of the likeness.
+    """
+    parameter = member.parameter
+    if parameter.dim() == 0 or not parameter.is_contiguous() or any(x.dim() > 0 and x.shape != parameter.shape for x in state.values()):
+        return _likeness(member, state)
+    return member.group, parameter.dtype, tuple((key, x.dim() > 0, x.dtype) for key, x in state.items())
 
 
 class _Update:

@@ -6,7 +6,8 @@ nor planned again.
 JAX makes the keys (program, options, versions, devices) and loads the executables; this module stores the bytes.
 JAX's own store writes files in place and never replaces one, so that an interrupted write would stay behind as a broken
 entry. Here an entry appears by a rename, carries a checksum, and a damaged one is dropped and compiled again. Nothing that goes
-wrong with a cache stops a run. The oldest entries go when the directory grows over its limit.
+wrong with a cache stops a run. The oldest entries go when the directory grows over its limit; as a look at all of them takes longer than to
+write one, a process looks again when it has written a part of what was free.
 
 Loading an entry runs machine code from it: keep the directory as private as your programs.
 """
@@ -25,6 +26,9 @@ log = logging.getLogger("graphacc")
 _MAGIC = b"graphacc-xla-1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 DEFAULT_LIMIT_BYTES = 4 * 2**30
+
+_room: dict[tuple[pathlib.Path, int], int] = {}
+"""Directory and limit -> bytes that this process may write before it looks at the directory again."""
 
 
 def default_directory() -> pathlib.Path:
@@ -59,8 +63,14 @@ class CompileCache:
         """Keep an entry; where it cannot be written, a warning says so."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            replace_file(self._entry(key), _pack(value))
-            _evict(self._path, self.limit_bytes)
+            content = _pack(value)
+            replace_file(self._entry(key), content)
+            where = self._path, self.limit_bytes
+            room = _room.get(where, 0) - len(content)
+            if room < 0:
+                free = _evict(*where)
+                room = max(free // 4, self.limit_bytes // 64)  # other processes write, too
+            _room[where] = room
         except OSError as error:
             log.warning("graphacc: compile cache %s cannot be written (%s)", self._path, error)
 
@@ -127,21 +137,23 @@ def _touch(path: pathlib.Path) -> None:
         os.utime(path)
 
 
-def _evict(directory: pathlib.Path, limit_bytes: int) -> None:
-    """Remove the entries unused for longest until the rest fits the limit."""
+def _evict(directory: pathlib.Path, limit_bytes: int) -> int:
+    """Remove the entries unused for longest where all take more than the limit, until a tenth of it is free; returns the free bytes."""
     entries = []
-    for path in directory.glob("*.xla"):
-        try:
-            found = path.stat()
-        except FileNotFoundError:  # another process removed it
-            continue
-        entries.append((found.st_mtime_ns, found.st_size, path))
+    with os.scandir(directory) as files:
+        for file in files:
+            if file.name.endswith(".xla"):
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    found = file.stat()
+                    entries.append((found.st_mtime_ns, found.st_size, file.path))
     total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries, key=lambda entry: entry[0]):
-        if total <= limit_bytes:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
+    if total > limit_bytes:
+        for _, size, path in sorted(entries):
+            if total <= limit_bytes - limit_bytes // 10:
+                break
+            pathlib.Path(path).unlink(missing_ok=True)
+            total -= size
+    return limit_bytes - total
 
 
 def _host() -> str:

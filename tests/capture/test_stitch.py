@@ -6,6 +6,7 @@ from capturing import batch_of, joint_of
 from torch import nn, optim
 
 import graphacc.capture.update
+from graphacc._compat.torch_ import fake_mode
 from graphacc.capture import capture_joint, capture_update, stitch
 from graphacc.capture.replicate import replicated
 from graphacc.errors import GraphError
@@ -63,20 +64,56 @@ def test_missing_gradient_is_named():
         stitch(joint_of(model, {"x": X}), update)
 
 
-def test_parameters_of_one_kind_are_traced_once_and_copied(monkeypatch):
-    """Three weights and three biases: two traced updates, six in the graph."""
-    traced = []
+@pytest.fixture
+def traced(monkeypatch) -> list[str]:
+    """The parameters whose updates were traced and then copied."""
+    names: list[str] = []
 
-    def spy(step, representatives):
-        traced.extend(item.target for item in step.inputs if item.kind is Kind.PARAM)
-        return replicated(step, representatives)
+    def spy(step, *rest):
+        names[:] = [item.target for item in step.inputs if item.kind is Kind.PARAM]
+        return replicated(step, *rest)
 
     monkeypatch.setattr(graphacc.capture.update, "replicated", spy)
-    _, _, update = graphs()
-    assert traced == ["first.weight", "first.bias"]
+    return names
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [(optim.AdamW, ["first.weight"]), (optim.Adafactor, ["first.weight", "first.bias"])])
+def test_parameters_of_one_kind_are_traced_once_and_copied(optimizer, expected, traced):
+    """Three weights and three biases: one traced update where it works element by element, which Adafactor's does not."""
+    model = Model()
+    update = capture_update(model, optimizer(model.parameters()), NAMES)
+    assert traced == expected
     assert [out.target for out in update.outputs if out.kind is Kind.PARAM] == NAMES
-    roots = [node for node in update.graph.nodes if node.target is torch.ops.aten.sqrt.default and node.meta["val"].dim() > 0]
-    assert len(roots) == 6
+    shapes = [tuple(node.meta["val"].shape) for node in update.graph.nodes if node.op == "call_function"]
+    assert shapes.count((3, 3)) == shapes.count((3,)) > 3 or optimizer is optim.Adafactor
+
+
+ELEMENTWISE = {
+    "AdamW amsgrad": lambda p: optim.AdamW(p, amsgrad=True, maximize=True),
+    "SGD nesterov": lambda p: optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1, lr=0.1),
+    "RMSprop centered": lambda p: optim.RMSprop(p, momentum=0.5, centered=True),
+    **{cls.__name__: cls for cls in (optim.Adagrad, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.ASGD, optim.Rprop)},
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_copies_for_other_shapes_are_what_their_operators_give(name, traced):
+    """Of all parameters with dims, one dtype and contiguous memory, one is traced; every value has the shape, dtype and strides that its operator gives."""
+    model = nn.Module()
+    forms = {"matrix": torch.randn(4, 6), "row": torch.randn(1, 6), "one": torch.randn(1), "none": torch.randn(0), "vector": torch.randn(6), "rounded": torch.randn(6).bfloat16()}
+    forms |= {"scalar": torch.randn(()), "image": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), "transposed": torch.randn(3, 5).t()}
+    for key, value in forms.items():
+        model.register_parameter(key, nn.Parameter(value))
+    update = capture_update(model, ELEMENTWISE[name](model.parameters()), list(forms))
+    assert traced == ["matrix", "rounded", "scalar", "image", "transposed"]
+    assert {item.target: item.shape for item in update.inputs if item.kind is Kind.GRAD} == {key: tuple(value.shape) for key, value in forms.items()}
+    for node in update.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+            with fake_mode():
+                given = node.target(*args, **kwargs)
+            noted = node.meta["val"]
+            assert (given.shape, given.dtype, given.stride()) == (noted.shape, noted.dtype, noted.stride()), node.format_node()
 
 
 def test_signature_of_copied_updates():

@@ -367,6 +367,16 @@ def test_the_oldest_entries_go_when_the_cache_is_full(tmp_path):
     assert cache.get("a") is None and cache.get("c") == b"c" * 1000
 
 
+def test_a_full_cache_is_not_looked_through_for_every_entry(tmp_path, monkeypatch):
+    scans, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scan(path))
+    cache = CompileCache(tmp_path, limit_bytes=64_000)
+    for key in range(400):
+        cache.put(str(key), bytes(500))
+        assert sum((tmp_path / name).stat().st_size for name in os.listdir(tmp_path)) <= 65_000
+    assert cache.get("399") == bytes(500) and len(scans) < 150
+
+
 _PROCESS = """
 import json, sys
 sys.path[:0] = sys.argv[2:]
