@@ -38,7 +38,7 @@ def run(model, optimizer, batches) -> list[float]:
 def test_training_continues_under_another_strategy(after, tmp_path):
     start, _ = zoo.MODELS["gpt2"]()
     batches = batches_of("gpt2", 4)
-    whole = compiled(copy.deepcopy(start), None, seed=3)
+    whole = copy.deepcopy(start)
     expected = run(whole, adamw(whole), batches)
 
     first = compiled(copy.deepcopy(start), "fsdp=4", seed=3)

@@ -74,6 +74,9 @@ UNALIGNED = torch.tensor([[True, False, False, True, True], [False, False, False
     ],
     ids=["padded", "empty", "whole", "unaligned", "unchecked", "number", "not nested"],
 )
+@pytest.mark.default_cases(
+    "padded-False", "padded-True", "empty-False", "whole-True", "unaligned-False", "unchecked-True", "number-False", "not nested-True"
+)
 def test_encoder_in_evaluation(mask, options, norm):
     """Without gradients PyTorch converts to nested tensors, and gives zeros at padding."""
     reference = encoder(norm, **options).eval()
@@ -96,7 +99,7 @@ class Inside(nn.Module):
 
 @pytest.mark.parametrize("strategy", [None, "dp=2"])
 @pytest.mark.parametrize("make", [encoder, Inside])
-@pytest.mark.default_cases("encoder-dp=2", "Inside-None")
+@pytest.mark.default_cases("Inside-dp=2")
 def test_encoder_in_a_loop(make, strategy):
     """Training, and evaluation with gradients and without: only the latter converts."""
     reference = make()

@@ -124,7 +124,7 @@ COMPILED = [last_state, padded, in_descending_order, to_a_length, time_first, of
 
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize(("kind", "options"), [(nn.LSTM, {}), (nn.GRU, dict(num_layers=2, bidirectional=True)), (nn.RNN, dict(nonlinearity="relu", bias=False))], ids=["lstm", "gru", "rnn"])
-@pytest.mark.default_cases("lstm-padded", "gru-last_state", "gru-padded", "gru-of_parts", "rnn-in_descending_order", "lstm-to_a_length", "rnn-time_first", "gru-one_sample", "lstm-from_a_state")
+@pytest.mark.default_cases("lstm-padded", "lstm-last_state", "gru-padded", "lstm-of_parts", "rnn-in_descending_order", "lstm-to_a_length", "rnn-time_first", "rnn-one_sample", "lstm-from_a_state")
 def test_a_program_for_all_lengths(kind, options, how):
     model = compare(Recurrent(kind, how, **options), batches())
     assert not model._graphacc_engine.by_pytorch.counts and num_programs(model) == 1

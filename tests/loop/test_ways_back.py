@@ -231,9 +231,9 @@ def assert_same(run: Callable, strategy: str | None, one: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["two optimizers", "one"])
 @pytest.mark.parametrize(
-    ("run", "strategy"), with_matrix(itertools.product(RUNS, (None, "fsdp=8")), default=[*((run, None) for run in RUNS), (step_between, "fsdp=8"), (retained, "fsdp=8")])
+    ("run", "strategy", "one"),
+    with_matrix(itertools.product(RUNS, (None, "fsdp=8"), (False, True)), default=[*((run, None, number % 2 == 1) for number, run in enumerate(RUNS)), (step_between, "fsdp=8", True), (retained, "fsdp=8", False)]),
 )
 def test_losses_of_one_call_with_graphs_of_their_own(run, strategy, one):
     assert_same(run, strategy, one)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from selection import with_matrix
 
 from graphacc.lowering.rules import grouped_triton
 
@@ -28,7 +29,13 @@ def reference(x, weight, grad, ends):
     return product, outer
 
 
-@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in CASES), (next(iter(CASES)), "bfloat16")])
+FIRST = next(iter(CASES))
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    with_matrix([*((case, "float32") for case in CASES), (FIRST, "bfloat16")], [(FIRST, "bfloat16"), ("one block of rows with many groups", "float32"), ("fewer rows than a block", "float32")]),
+)
 def test_each_row_is_multiplied_by_its_own_matrix(case, dtype):
     rows, depth, columns, ends = CASES[case]
     rng = np.random.default_rng(0)

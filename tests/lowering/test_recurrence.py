@@ -42,6 +42,7 @@ def flat(found) -> list:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one", "deep"])
+@pytest.mark.default_cases(*(f"one-{mode}-{number % 2 == 0}" for number, mode in enumerate(MODES)), *(f"deep-{mode}-{number % 2 == 1}" for number, mode in enumerate(MODES)))
 def test_layers_are_torchs(mode, biased, options):
     module = layers(mode, biased, **options)
     given = torch.randn(5, 2, 3, dtype=torch.float64), *states(mode, 4 if options else 1, 2)

@@ -128,6 +128,7 @@ def test_an_evaluation_whose_sequence_does_not_divide(caplog):
         train(model, [odd])
 
 
+@pytest.mark.matrix
 def test_a_searched_strategy_refuses_no_length():
     """cp=2 is all that the pins leave to the search, which sees an even length only."""
     model, _ = zoo.MODELS["gpt2"]()

@@ -195,9 +195,7 @@ def test_two_heads_are_two_loops():
 
 STRATEGIES = ["", "fsdp=8", "dp=2,fsdp=4", "fsdp=2,zero=1", "cp=2,fsdp=4", "fsdp=2,remat=blocks", "fsdp=2,quantized_weights=True,quant_min_size=64"]
 GRAPHS = [*((name, strategy) for name in ("gpt2", "llama", "bert", "mixtral", "t5") for strategy in STRATEGIES), ("mixtral", "ep=2")]
-DEFAULT = [
-    ("gpt2", "fsdp=8"), ("gpt2", "cp=2,fsdp=4"), ("gpt2", "fsdp=2,remat=blocks"), ("llama", "dp=2,fsdp=4"), ("bert", "fsdp=2,zero=1"),
-]  # fmt: skip
+DEFAULT = [("gpt2", "cp=2,fsdp=4"), ("gpt2", "fsdp=2,remat=blocks"), ("bert", "fsdp=2,zero=1")]
 
 
 @pytest.mark.parametrize(("name", "strategy"), with_matrix(GRAPHS, DEFAULT))
@@ -246,7 +244,7 @@ TRAINED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "strategy"), with_matrix(TRAINED, [TRAINED[0], TRAINED[2]]))
+@pytest.mark.parametrize(("name", "strategy"), with_matrix(TRAINED, [TRAINED[2]]))
 def test_training_equals_plain_pytorch(name, strategy):
     original, reference, expected = plainly_trained(name)
     model = compiled(copy.deepcopy(original), strategy)
