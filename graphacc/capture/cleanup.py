@@ -114,11 +114,16 @@ def _check_effects(module: fx.GraphModule, phase: Phase, forward_of: dict[int, d
     """No operator may be called for what it does alone; torch 2.13 keeps assertions on tensors alive, 2.9 drops them as dead code."""
     for node in module.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and not node.target._schema.returns:
-            where = _note(node, phase, forward_of)["stack_trace"].strip() or "code of a library"
-            raise CaptureError(
-                f"{node.target} gives no result and is called for what it does, such as a check of values on the device, which a compiled program cannot do.\n"
-                f"{where}\nPyTorch runs this model; for a compiled one check values of the batch by `if` and `raise`, or outside of the model"
-            )
+            raise called_for_effect(node.target, _note(node, phase, forward_of)["stack_trace"])
+
+
+def called_for_effect(target: OpOverload, where: str) -> CaptureError:
+    """The refusal of an operator without results."""
+    remedy = "torch.linalg.solve_ex, inv_ex and cholesky_ex, which do not check," if target is torch.ops.aten._linalg_check_errors.default else "checks of the batch's values by `if` and `raise`, or outside of the model,"
+    return CaptureError(
+        f"{target} gives no result and is called for what it does, such as a check of values on the device, which a compiled program cannot do.\n"
+        f"{where.strip() or 'code of a library'}\nPyTorch runs this model; one with {remedy} is compiled"
+    )
 
 
 def _check_lifted(module: fx.GraphModule, replaced: Mapping[int, str]) -> None:

@@ -150,6 +150,7 @@ def _capture_optimizer(
         first: dict[tuple, str] = {}
         representatives = {member.name: first.setdefault(likeness(member, state[member.name]), member.name) for member in found}
         step = _traced(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers, backend)
+        assert isinstance(step, StepGraph)  # only those can be replicated
         if likeness is _likeness or is_elementwise(step):
             break
     return replicated(step, representatives, {member.name: member.parameter.shape for member in found}) if len(first) < len(found) else step

@@ -133,7 +133,7 @@ class ByPyTorch:
         """
         if tape.is_eager or not regions.possible(self.engine, tape):
             return self.run(tape, why)
-        with self.engine.lock:
+        with self.engine.lock, torch.inference_mode(False):  # autograd is wanted, whatever the loop is doing where that turns out
             try:
                 regions.run(self.engine, tape, model_alone=model_alone)
             except NOT_COMPILED as error:
@@ -163,7 +163,7 @@ class ByPyTorch:
         if tape.is_eager:
             return
         self.note("a part of the loop", why)
-        with self.engine.lock:
+        with self.engine.lock, torch.inference_mode(False):
             if tape is self.engine.gradients.pending and not tape.closed:
                 self.engine.gradients.force(tape)
             if tape.updates != self.engine.execution.updates:

@@ -179,8 +179,7 @@ class Engine:
             if swapped := self.swapped():
                 return self.by_pytorch.call(original, args, kwargs, swapped)
             function = self._function("", args, kwargs)
-            too_many = self.guards.too_many or self.given_numbers.too_many.get(("", torch.is_grad_enabled())) if self.options.capture == "auto" else None
-            why, wanted = too_many or self._refused.get(function), self._needs_autograd(args, kwargs)
+            why, wanted = self._changes_too_often("") or self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None and function not in self._whole  # what is refused may have parts that are not
             if why is None and not torch.is_grad_enabled() and (why := self._too_many_forms(function, args, kwargs)):
                 return self.by_pytorch.call(original, args, kwargs, why)
@@ -210,7 +209,7 @@ class Engine:
             CaptureError, LoweringError: it cannot be compiled.
         """
         function = self._function(path, args, kwargs)
-        if (why := self._refused.get(function) or self.given_numbers.too_many.get((path, torch.is_grad_enabled()))) is not None:
+        if (why := self._refused.get(function) or self._changes_too_often(path)) is not None:
             raise NotRecorded(why)
         with self._outside_of_code(), self.by_pytorch.timed() as found:
             try:
@@ -321,6 +320,12 @@ class Engine:
             handle.renew()
         if held:
             self.structure = Structure(self.model)
+
+    def _changes_too_often(self, path: str) -> str | None:
+        """Why calls of the model or a part of it are not worth programs: what they read has been another value in every one, and is no input."""
+        if self.options.capture != "auto":
+            return None
+        return self.guards.too_many or self.given_numbers.too_many.get((path, torch.is_grad_enabled()))
 
     def _too_many_forms(self, function: ModelCall, args: tuple, kwargs: dict) -> str | None:
         """Why a call without gradients is not worth a program: every other one has had other shapes."""

@@ -772,6 +772,9 @@ class Tape:
         """The tensor of a value; runs what is needed."""
         if (alias := self._view_of_parameter(index)) is not None:
             return alias
+        if torch.is_inference_mode_enabled() and not isinstance(self._concrete.get(index), Tensor) and not self.values[index].is_inference():
+            with torch.inference_mode(False):  # where a value is read first says nothing of what it is
+                return self.value(index)
         if index not in self._concrete:
             self.engine.materialize(self, index)
         value = self._concrete[index]

@@ -453,3 +453,22 @@ def test_pytorch_runs_a_model_that_lazy_tensors_would_run_without_autocast(aroun
         got, expected = model(x), reference(x)
     assert (got.dtype, expected.dtype) == (torch.bfloat16, torch.bfloat16)
     assert torch.equal(got, expected) and model._graphacc_engine.by_pytorch.counts
+
+
+@pytest.mark.parametrize("invert", [torch.inverse, torch.linalg.inv, lambda x: torch.linalg.solve(x, torch.ones(3))])
+def test_matrices_are_checked_as_in_pytorch(invert, caplog):
+    """A program would go on with NaN."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(2 * torch.eye(3))
+
+        def forward(self, x):
+            return invert(self.weight * x).square().mean()
+
+    model = compiled(Model(), None, capture="auto")
+    model(torch.ones(3, 3) + torch.eye(3)).backward()
+    assert "one with torch.linalg.solve_ex, inv_ex and cholesky_ex, which do not check, is compiled" in caplog.text
+    with pytest.raises(torch.linalg.LinAlgError, match="singular|is zero"):
+        model(torch.zeros(3, 3))

@@ -10,6 +10,7 @@ from torch import nn
 from training import assert_parity, check_both, compiled
 
 from graphacc.capture.randomness import keyed_randomness
+from graphacc.loop import guards
 
 
 class Detector(nn.Module):
@@ -223,6 +224,31 @@ class Dropped(nn.Module):
     def forward(self, x):
         hidden = self.first(x)
         return self.second(hidden if hidden.sum() > 0 else -hidden).pow(2).mean()
+
+
+class Memo(nn.Module):
+    """It keeps a tensor of this forward in a dict, as gpytorch's caches do, and its code follows values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.memo = nn.Linear(4, 2), {}
+
+    def forward(self, x):
+        self.memo = {}
+        self.memo["product"] = self.linear.weight @ self.linear.weight.T
+        y = self.linear(x)
+        if torch.equal(y, y[0].expand_as(y)):
+            y = y + 1
+        return (y @ self.memo["product"]).square().sum()
+
+
+def test_values_that_are_others_in_every_call_do_not_compile_parts_for_ever(monkeypatch):
+    monkeypatch.setattr(guards, "MAX_STREAK", 3)
+    reference = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), Memo())
+    model = compiled(copy.deepcopy(reference), None)
+    check_both(reference, model, lambda one, step: one(torch.full((4, 3), 0.1 * step)), steps=8, by_pytorch=True)
+    assert [program.kind for program in model.programs].count("backward") <= 4
+    assert "the submodule 0 (Sequential) runs by PyTorch, not compiled: the forward reads model.1.memo" in model.explain()
 
 
 def test_dropout_of_compiled_parts_is_drawn_from_the_key_and_the_same_in_backward():

@@ -1517,6 +1517,25 @@ def test_inference_mode():
     assert_same(run)
 
 
+@pytest.mark.parametrize("reads", [3, 8])  # beyond MAX_READS the recording becomes results of autograd, under inference_mode, too
+def test_values_are_read_under_inference_mode_before_backward(reads):
+    def step(model, optimizer, x, y, i):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        with torch.inference_mode():
+            found, shown = out.argmax(1), torch.zeros(8)
+            for row in range(reads):
+                shown[row] = found[row].float()
+        share = torch.ones(3, requires_grad=True)  # autograd saves `out`, whose value was read under inference_mode
+        (out.detach() * share).sum().backward()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item() + shown.sum().item() + share.grad.sum().item()
+
+    assert_same(loop(step))
+
+
 def gradient_read_after_step(m, o, x, y, i):
     trained(o, F.cross_entropy(m(x), y))
     return m.first.weight.grad.norm().item()

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphacc._compat.torch_ import python_body
+from graphacc._compat.torch_ import annotation, python_body
+from graphacc.capture.cleanup import called_for_effect
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.lazy import xla
 from graphacc.capture.lazy.rewrites import Rewrites
@@ -79,6 +80,8 @@ class LazyMode(TorchDispatchMode):
         func = _copying(func) if inside or (tensors and not any(map(_is_lazy, tensors))) else func
         if func in _READS or (func is aten._to_copy.default and _to_host(args, kwargs)):
             return self._read(func, args, kwargs or {})
+        if _is_check(func):  # torch_xla drops it
+            raise called_for_effect(func, annotation().get("stack_trace", ""))
         _check_target(func, args)
         args, kwargs = self._on_device(func, args, dict(kwargs or {}))
         args, kwargs = _over_all_dims(args, kwargs, func) if func in _REDUCTIONS else (args, kwargs)
@@ -189,6 +192,13 @@ def _record(func, args: tuple, kwargs: dict) -> object:
             raise
         raise NotRecorded(f"torch_xla computes {func} on the host for these arguments") from error
     return torch.view_copy(result, result.shape) if func in _AS_REAL else result
+
+
+@functools.cache
+def _is_check(func) -> bool:
+    """Whether an operator gives and writes nothing, so that it can only look at values."""
+    schema = func._schema
+    return func.namespace == "aten" and not schema.returns and not schema.is_mutable and func is not aten._propagate_xla_data.default
 
 
 @functools.cache

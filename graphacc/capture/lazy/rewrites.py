@@ -5,6 +5,7 @@
 - Products of batches with several batch dims, such as [B, H, T, D] with [B, H, D, S], become ``torch.einsum``. ``torch.matmul``
   merges the batch dims before its operator is recorded; XLA's partitioner cannot follow that where two of them are split (the batch over
   dp, the heads over tp) and gathers the tensors. ``torch.einsum`` is recorded as one HLO product with several batch dims.
+- ``torch.inverse`` becomes ``torch.linalg.inv``: torch_xla's own checks nothing.
 - ``torch.einsum`` of complex tensors becomes the products of matrices that torch makes of it: torch_xla's own conjugates nothing in backward.
 
 What the model does under ``torch.autocast`` for the CPU or CUDA is refused.
@@ -23,6 +24,7 @@ from graphacc.errors import CaptureError
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 _EINSUMS = frozenset({torch.einsum, torch.ops.aten.einsum, torch.ops.aten.einsum.default})
 _BATCH_DIMS = "abcdefgh"
+_INVERSES = frozenset({torch.inverse, Tensor.inverse})
 _STRIDED = frozenset({torch.as_strided, Tensor.as_strided, Tensor.as_strided_, torch.as_strided_scatter})
 _NO_STRIDES = (
     "as_strided depends on how a tensor lies in memory, which lazy tensors do not know (all are contiguous to them): write the view with "
@@ -42,6 +44,8 @@ class Rewrites(TorchFunctionMode):
             args, kwargs = _kept(args[0], args), {name: _kept(args[0], value) for name, value in kwargs.items()}
         if func is F.dropout and _drops(*args, **kwargs):
             return _dropout(*args, **kwargs)
+        if func in _INVERSES:
+            func = torch.linalg.inv
         if func in _STRIDED and _is_lazy(args[0]):
             raise CaptureError(_NO_STRIDES)
         if func in _PRODUCTS and not kwargs and _has_batch_dims(*args):
