@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CHECKED = "solve_checked"  # raises for a singular matrix, which a program cannot do: captures refuse it
+
 CASES = {
     "antialiased": ((2, 3, 7, 9), lambda x: F.interpolate(x, size=(4, 5), mode="bilinear", antialias=True)),
     "antialiased_up": ((2, 3, 7, 9), lambda x: F.interpolate(x, size=(14, 11), mode="bilinear", antialias=True, align_corners=True)),
@@ -38,18 +40,23 @@ CASES = {
     "rrelu_in_evaluation": ((8, 6), lambda x: F.rrelu(x, training=False)),
     "rrelu_without_a_choice": ((8, 6), lambda x: F.rrelu(x, 0.3, 0.3, training=True)),
     "logcumsumexp": ((8, 6), lambda x: x.logcumsumexp(1)),
-    "solve": ((3, 4, 4), lambda x: torch.linalg.solve(x + 3 * torch.eye(4), x)),
-    "solve_of_transposed": ((3, 4, 4), lambda x: torch.linalg.solve((x + 3 * torch.eye(4)).mT, x)),
-    "solve_vector": ((4, 4), lambda x: torch.linalg.solve(x + 3 * torch.eye(4), x[0])),
-    "solve_from_the_right": ((3, 4, 4), lambda x: torch.linalg.solve(x + 3 * torch.eye(4), x, left=False)),
+    "solve": ((3, 4, 4), lambda x: _solve(x + 3 * torch.eye(4), x)),
+    "solve_of_transposed": ((3, 4, 4), lambda x: _solve((x + 3 * torch.eye(4)).mT, x)),
+    "solve_vector": ((4, 4), lambda x: _solve(x + 3 * torch.eye(4), x[0])),
+    "solve_from_the_right": ((3, 4, 4), lambda x: _solve(x + 3 * torch.eye(4), x, left=False)),
+    CHECKED: ((4, 4), lambda x: torch.linalg.solve(x + 3 * torch.eye(4), x)),
     "det": ((3, 4, 4), torch.linalg.det),
     "det_of_transposed": ((3, 4, 4), lambda x: torch.linalg.det(x.mT + 0.1)),
     "slogdet": ((3, 4, 4), lambda x: torch.linalg.slogdet(x)[1]),
     "logdet_of_one": ((1, 1), lambda x: torch.logdet(x.abs())),
-    "inverse": ((3, 4, 4), lambda x: torch.linalg.inv(x + 3 * torch.eye(4))),
+    "inverse": ((3, 4, 4), lambda x: torch.linalg.inv_ex(x + 3 * torch.eye(4)).inverse),
     "triangular": ((3, 4, 4), lambda x: torch.linalg.solve_triangular(x.tril() + 4 * torch.eye(4), x, upper=False)),
 }
 CASES |= {f"cdist_{p}": ((3, 5, 4), functools.partial(lambda p, x: torch.cdist(x, x.flip(1) * 1.1, p=p), p)) for p in (0.5, 1.0, 1.5, 2.0, 3.0, torch.inf)}
+
+
+def _solve(a: Tensor, b: Tensor, **options: bool) -> Tensor:
+    return torch.linalg.solve_ex(a, b, **options).result
 
 
 def _labels() -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from operator_database import op_db
-from operators_with_gradients import CASES, with_gradient
+from operators_with_gradients import CASES, CHECKED, with_gradient
 from test_lazy_capture import run
 from tolerances import RELATIVE, assert_close
 from torch.utils import _pytree as pytree
@@ -247,7 +247,8 @@ def test_complex_numbers():
 @pytest.mark.matrix
 def test_operators_with_gradients():
     """Those that torch_xla has no HLO for are computed by their rules of the FX capture."""
-    functions, tensors = zip(*map(with_gradient, CASES))
+    names = [name for name in CASES if name != CHECKED]
+    functions, tensors = zip(*map(with_gradient, names))
     expected = [result for function, x in zip(functions, tensors) for result in function(x)]
 
     def together(*given):
@@ -255,5 +256,5 @@ def test_operators_with_gradients():
             return [result for function, x in zip(functions, given) for result in function(x)]
 
     got = run(together, *tensors)
-    for result, wanted, name in zip(got, expected, [name for name in CASES for _ in range(2)], strict=True):
+    for result, wanted, name in zip(got, expected, [name for name in names for _ in range(2)], strict=True):
         assert_close(result, wanted, what=name)
