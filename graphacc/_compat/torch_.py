@@ -157,7 +157,7 @@ def _code_on_demand() -> contextlib.AbstractContextManager:
 
 
 def _linalg_checks_without_tokens() -> contextlib.AbstractContextManager:
-    """torch 2.13 orders the check of linear algebra by tokens that a plain trace does not have: programs do not raise, and drop it."""
+    """torch 2.13 orders the check of linear algebra by tokens that a plain trace does not have; captures refuse the check by its name."""
     if not has(probes.EFFECTS):
         return contextlib.nullcontext()
     from torch._higher_order_ops import effects

@@ -356,30 +356,38 @@ class Guards:
             stack.enter_context(self.caches_kept())
             stack.enter_context(prints_said())
             stack.enter_context(files_noted(self._files.append))
-            settled, classes = self._settled, _Classes(self.model)
+            settled, finished, classes = self._settled, False, _Classes(self.model)
             for leaf in trees.leaves(arguments):
                 if callable(leaf) and not isinstance(leaf, (Tensor, nn.Module, type)):
                     self._note_argument(leaf)
             try:
                 yield
+                finished = True
             finally:
                 self.words |= self._words
                 for label, tensor in described:
                     for name in attributes_of(tensor).keys() & self._words:
                         self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])
                 changed = classes.changes() + self._changes_elsewhere()
+                if not finished or changed:
+                    self._put_back()
         if self._settled > settled and not changed:
             self._rounds += 1
             if self._rounds < 4:
                 raise NewInput("the forward changed an object")
             changed = list(dict.fromkeys(f"{place.label}.{name}, in every call" for place, name, _ in self._settling))
-        if changed:
-            for place, name, value in reversed(self._settling):
-                place.put(name, value)
+            self._put_back()
         self._settling.clear()
         self._rounds = 0
         if changed:
             raise CaptureError(self.refusal.format(", ".join(changed)))
+
+    def _put_back(self) -> None:
+        """Plain attributes that these captures have changed are as before the first of them."""
+        for place, name, value in reversed(self._settling):
+            place.put(name, value)
+            place.changes()
+        self._settling.clear()
 
     @contextlib.contextmanager
     def noting_backward(self, tensors: Iterable[Tensor], functions: Iterable[type]) -> Iterator[None]:

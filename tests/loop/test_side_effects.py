@@ -594,3 +594,53 @@ def test_to_compile_runs_no_state_dict_hooks():
     compiled(model, None)
     assert not ran
     assert "0.own" not in model.state_dict() and ran == ["before", "after"]
+
+
+class OnceForAll:
+    """What a loss puts in the place of a model's forward (sentence-transformers' MatryoshkaLoss): the second call gives the first one's result, narrower."""
+
+    def __init__(self, forward):
+        self.forward, self.results, self.first, self.width, self.number = forward, [], None, 0, 0
+
+    def __call__(self, x):
+        if self.first in (None, self.width):
+            self.results.append(self.forward(x))
+            self.first = self.width
+        result = self.results[self.number]
+        self.number += 1
+        return result[:, : self.width]
+
+
+def test_a_capture_that_fails_leaves_the_numbers_of_other_objects():
+    def losses(compile_it):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        model = compiled(model, None, capture="auto") if compile_it else model
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            forward = model.forward
+            model.forward = decorated = OnceForAll(forward)
+            loss = torch.zeros(())
+            for decorated.width in (4, 2):
+                decorated.number = 0
+                loss = loss + (model(X) - model(X.flip(0))).square().mean()
+            model.forward = forward
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+@pytest.mark.parametrize("use", [lambda model, x: model[0](x), lambda model, x: model.forward(x)], ids=["submodule", "forward"])
+def test_a_model_that_is_never_called_is_said(use, caplog):
+    model = compiled(nn.Sequential(nn.Linear(4, 4)), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        use(model, X).square().mean().backward()
+        optimizer.step()
+    (said,) = (record.getMessage() for record in caplog.records if "the forward of Sequential runs by PyTorch" in record.getMessage())
+    assert "compile the submodule that it calls" in said
+    assert said.partition("\n")[0].removeprefix("graphacc: ") in model.explain()
