@@ -608,8 +608,8 @@ class Guards:
                 self._place(owner, table, label).take_as_input(name)
             self._take_as_input(owner, label, name)
             return value
-        if type(owner).__module__.startswith("torch.nn.") and isinstance(value, CONTAINERS) and not name.endswith("_hooks"):
-            return value  # nn.LSTM's lists of its weights
+        if isinstance(owner, nn.RNNBase) and isinstance(value, list):
+            return value  # its lists of its weights
         self._note(owner, table, label, name, value)
         self._follow(value, _DEPTH, watch)
         return value

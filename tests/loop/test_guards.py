@@ -166,3 +166,84 @@ def test_an_attribute_that_is_none_at_first_and_a_new_tensor_after_every_call():
     model = compiled(model, None)
     check_both(reference, model, lambda one, step: one(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean(), steps=6, lr=0.1)
     assert len(model.programs) == 2
+
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mirrored = nn.Conv2d(1, 2, 3, padding=2), nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
+        self.pool, self.norm = nn.AdaptiveAvgPool2d(2), nn.LayerNorm((2, 2, 2))
+
+    def forward(self, x):
+        return self.norm(self.pool(self.mirrored(self.conv(x)))).flatten(1)[:, 1:5]
+
+
+def dilate(model):
+    model.conv.dilation = (2, 2)
+
+
+def stride(model):
+    model.conv.stride = (2, 1)
+
+
+def mirror_more(model):
+    model.mirrored._reversed_padding_repeated_twice = [2, 2, 1, 1]
+
+
+def pool_to_another_size(model):
+    model.pool.output_size = (4, 2)
+    model.norm.normalized_shape = (4, 2)
+    model.norm.weight = model.norm.bias = None
+
+
+def test_sizes_of_torchs_own_modules_change():
+    """Tuples and lists, which torch's modules keep under names of their own."""
+
+    def losses(model):
+        optimizer, x, found = torch.optim.SGD([*model.conv.parameters()], lr=0.1), torch.linspace(-1, 1, 128).sin().view(2, 1, 8, 8), []
+        for change in (None, dilate, stride, mirror_more, pool_to_another_size):
+            if change is not None:
+                change(model)
+            for _ in range(2):
+                loss = (model(x) - 0.5).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    reference = Image()
+    model = compiled(copy.deepcopy(reference), None)
+    assert losses(model) == pytest.approx(losses(reference), rel=1e-4)
+    assert not model._graphacc_engine.by_pytorch.counts
+
+
+class Appending(nn.Module):
+    """As opacus keeps the inputs of a layer: a forward hook adds to a list on the layer, and the loop empties it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.linear.kept = []
+        self.linear.register_forward_hook(lambda layer, given, result: layer.kept.append(given[0].detach()))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_list_on_a_module_of_torch_is_filled_in_the_forward():
+    def losses(model):
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            loss = model(torch.full((2, 4), 0.5 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.item(), *(kept.sum().item() for kept in model.linear.kept)]
+            model.linear.kept.clear()
+        return found
+
+    torch.manual_seed(0)
+    reference = Appending()
+    assert losses(compiled(copy.deepcopy(reference), None, capture="auto")) == pytest.approx(losses(reference), rel=1e-5)
