@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import traceback
 import weakref
 
 import torch
@@ -54,6 +55,13 @@ _AUTOCAST = _Reason(
     why="torch.autocast for the CPU or CUDA has no effect on lazy tensors, so that results would have other dtypes",
     remedy='cast in the code (x.to(torch.bfloat16)), or let the strategy do it (precision="bf16")',
 )
+_DISTRIBUTION = _Reason(
+    why="an object of torch.distributions checks its arguments, or a sample, by values that follow from the model's parameters, but a captured step is one "
+    "fixed program",
+    remedy="give it validate_args=False, for all of them torch.distributions.Distribution.set_default_validate_args(False); or return its arguments, and make "
+    "it in the loop, where they are checked",
+    operation="the check of a distribution",
+)
 _OTHER = _Reason(why="the code raised an error while it was captured, see above", remedy="make sure that the same call works without GraphAcc")
 
 
@@ -88,6 +96,8 @@ def _reason(error: Exception, line: str) -> _Reason:
     if isinstance(error, AutocastIgnored):
         return _AUTOCAST
     if isinstance(error, data_dependent_errors()) or "data-dependent" in text or "item()" in text:
+        if any(frame.f_globals.get("__name__") == "torch.distributions.distribution" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return _DISTRIBUTION
         return _ANOMALY if not line and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() else _VALUE
     if isinstance(error, dynamic_shape_errors()) or "dynamic shape" in text:
         return _SHAPE

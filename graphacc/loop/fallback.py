@@ -85,7 +85,7 @@ class Fallback:
             result = capture()
         except GraphAccError as error:
             self.backend = FX
-            refusal.add_note(f"capture by lazy tensors was tried too: {error}")
+            refusal.add_note("capture by lazy tensors stops there, too" if str(error) == str(refusal) else f"capture by lazy tensors was tried too: {error}")
             _note_values(refusal, error)
             raise refusal from refusal.__cause__
         warnings.warn(

@@ -63,6 +63,15 @@ class Nested(nn.Module):
         return self.net(x)
 
 
+class Gaussian(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.linear(x), 1.0).log_prob(x[:, :2]).sum()  # THE LINE
+
+
 VALUE = "it needs the value of a tensor while the step is captured"
 SHAPE = "the shape of its result depends on the values of a tensor"
 
@@ -77,6 +86,7 @@ SHAPE = "the shape of its result depends on the values of a tensor"
         (Mask, "aten.nonzero", SHAPE),
         (Nonzero, "aten.nonzero", SHAPE),
         (Numpy, "numpy", "it leaves torch"),
+        (Gaussian, "the check of a distribution", "by values that follow from the model's parameters"),
         (Bug, "RuntimeError", "the code raised an error"),
     ],
 )
