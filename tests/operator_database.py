@@ -1,27 +1,30 @@
 """torch's own database of operators and of sample inputs for them."""
 
+import functools
 import itertools
 import warnings
 
 import torch
 from torch.utils import _pytree as pytree
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's testing module warns where hypothesis is not installed
-    from torch.testing._internal import common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.opinfo import core
-
 from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
-
-__all__ = ["op_db"]
 
 UNTRACEABLE = (*data_dependent_errors(), *dynamic_shape_errors())
 # Errors of other kinds while tracing: values read back to Python, CUDA only, sparse layouts, effects (linalg's checks on 2.13).
 UNTRACEABLE_TEXT = ("trying to get value out of", "only supported on CUDA", "sparse", "Sparse", "token for effect")
 
-# For every sample torch looks through the stack for the unittest.TestCase that asks, which took a quarter of the time; we have none.
-common_utils.extract_test_fn = core.extract_test_fn = lambda: None
+
+@functools.cache
+def op_db() -> list:
+    """Made when a test asks, in seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's testing module warns where hypothesis is not installed
+        from torch.testing._internal import common_methods_invocations, common_utils
+        from torch.testing._internal.opinfo import core
+
+    # For every sample torch looks through the stack for the unittest.TestCase that asks, which took a quarter of the time; we have none.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
+    return common_methods_invocations.op_db
 
 
 def functions(op, dtype, limit):

@@ -75,7 +75,7 @@ def check(op, dtype) -> bool:
 @pytest.mark.parametrize("dtype", FLOOR)
 def test_gradients_agree_with_eager_torch(dtype):
     covered, failures = set(), {}
-    for op in op_db:
+    for op in op_db():
         if not op.supports_autograd or dtype not in op.dtypes or op.full_name in UNDETERMINED:
             continue
         torch.manual_seed(0)
