@@ -75,7 +75,7 @@ UNALIGNED = torch.tensor([[True, False, False, True, True], [False, False, False
     ids=["padded", "empty", "whole", "unaligned", "unchecked", "number", "not nested"],
 )
 @pytest.mark.default_cases(
-    "padded-False", "padded-True", "empty-False", "whole-True", "unaligned-False", "unchecked-True", "number-False", "not nested-True"
+    "padded-False", "padded-True", "empty-False", "unaligned-False", "number-False", "not nested-True"
 )
 def test_encoder_in_evaluation(mask, options, norm):
     """Without gradients PyTorch converts to nested tensors, and gives zeros at padding."""

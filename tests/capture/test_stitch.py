@@ -97,6 +97,7 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.default_cases("AdamW amsgrad", "SGD nesterov", "ASGD", "Rprop")
 def test_copies_for_other_shapes_are_what_their_operators_give(name, traced):
     """Of all parameters with dims, one dtype and contiguous memory, one is traced; every value has the shape, dtype and strides that its operator gives."""
     model = nn.Module()

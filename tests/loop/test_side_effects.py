@@ -208,7 +208,7 @@ def in_a_container(self, x):
 
 
 @pytest.mark.parametrize("forward", [needs_the_value, asks_for_the_type, as_text], ids=lambda forward: forward.__name__)
-@pytest.mark.default_cases("needs_the_value", "asks_for_the_type")
+@pytest.mark.default_cases("asks_for_the_type")
 def test_numbers_whose_values_are_needed(forward):
     """Each value has a program of its own, and after some of them PyTorch runs the model."""
     cls = of(forward, lambda model: [model.count, model.kind])

@@ -61,7 +61,8 @@ def _crossing(model: nn.Module) -> int:
     return sum(torch.Size(item.shape).numel() * item.dtype.itemsize for item in items)
 
 
-@pytest.mark.parametrize("strategy", with_matrix(["fsdp=4", "pp=2,microbatches=2"], ["fsdp=4"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp=4", "pp=2,microbatches=2"])
 def test_dropout_and_batch_norm(strategy):
     """Copies draw the same numbers, and running statistics are written once."""
     check(Blocks(dropout=0.3), data(3), strategy, bound=0.0 if "avx512" in library.available_isas() else 1e-5)

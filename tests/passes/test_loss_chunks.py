@@ -286,6 +286,7 @@ def test_microbatches_and_the_last_stage_of_a_pipeline(strategy):
     assert len(found) == 1 and (not strategy.startswith("pp") or found[0].kind == "grad B1")
 
 
+@pytest.mark.matrix
 def test_bf16_trains_as_without_chunks():
     batches, losses = batches_of("gpt2", 3), []
     for strategy in ("precision=bf16", "precision=bf16,loss_chunks=4"):
