@@ -209,7 +209,7 @@ class Sorting(Tagger):
         (Tagger, 2, "longer than the largest bucket, 16"),
     ],
 )
-@pytest.mark.default_cases("Branching-2-does something else at length", "Tagger-2-longer than the largest bucket, 16")
+@pytest.mark.default_cases("Branching-2-does something else at length")
 def test_what_cannot_be_padded_is_compiled_for_its_own_length(kind, count, why, caplog):
     torch.manual_seed(0)
     reference = kind()

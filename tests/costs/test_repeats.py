@@ -89,8 +89,8 @@ def test_sums_over_counts_are_those_of_the_whole_step(name, classes, keep):
         reduced.step.verify()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
-@pytest.mark.default_cases("gpt2")
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe"])
 def test_casts_of_parameters_belong_to_their_blocks(name):
     """Under bf16 they are made outside of all modules, and those of gradients too."""
     for step in deep_steps(name, 6, "bf16"):

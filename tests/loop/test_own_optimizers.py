@@ -428,7 +428,10 @@ def trained(model: nn.Module, optimizer_class: type) -> tuple[list, list[torch.T
     return [*shown, calls, CounterOfClass.steps], [p.detach().clone() for p in model.parameters()]
 
 
-VARIANTS = CountedFromOne, CounterOfClass, CounterOfObject, ById, OwnListOfParameters, HiddenAttributeOfOne, ListOfBuffers, TensorReplaced, ListOfGroupGrows
+VARIANTS = (
+    *(CountedFromOne, CounterOfClass, CounterOfObject, ById, OwnListOfParameters, HiddenAttributeOfOne, ListOfBuffers, TensorReplaced, ListOfGroupGrows),
+    *(CountedByTheFirst, GlobalCounter, ArrayInPlace, ListGrows, ByParameter),
+)
 """Others do the same in another way."""
 
 

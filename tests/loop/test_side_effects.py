@@ -139,7 +139,7 @@ def set_back(model, step):
 
 @pytest.mark.parametrize("capture", ["fx", LAZY])
 @pytest.mark.parametrize("forward", NUMBERS, ids=lambda forward: forward.__name__)
-@pytest.mark.default_cases(*(f"{forward.__name__}-fx" for forward in NUMBERS), "counts_and_reads_another-lazy", "anneals-lazy")
+@pytest.mark.default_cases("counts_and_reads_another-fx", "toggles-fx", "anneals-fx", "counts_and_replaces_a_buffer-fx", "counts_and_reads_another-lazy", "anneals-lazy")
 def test_numbers(forward, capture):
     cls = of(forward, lambda model: [model.count, model.scale, model.flag])
     assert_equal(cls, capture=capture)

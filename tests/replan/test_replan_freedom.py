@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from programs import NEWER
+from selection import with_matrix
 
 import graphacc
 from graphacc._compat import jax_ as compat
@@ -31,7 +32,7 @@ from graphacc.runtime.replan.schema import read_schema
 from graphacc.runtime.replan.solvers import core_solvers
 from graphacc.runtime.replan.values import Value, Values
 
-STRATEGIES = ("dp=8", "fsdp=8")
+STRATEGIES = with_matrix(["dp=8", "fsdp=8"], ["fsdp=8"])
 VOCABULARY, HIDDEN, LAYERS, LENGTH = 512, 128, 2, 16
 LARGEST_PARAMETER = 4 * VOCABULARY * HIDDEN  # bytes; a layer's two largest matrices have as many
 SMALL = 1 << 14  # bytes, of vectors and scalars
