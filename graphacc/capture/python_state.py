@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -94,14 +95,20 @@ def owner_of(value: Any) -> Any:
     return value if owner is None or isinstance(owner, types.ModuleType) else owner
 
 
-def _memory(value: Tensor) -> int:
-    """Where a tensor's values are: ``x.data = y`` changes it without another version."""
-    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        return 0
+def _memory(value: Tensor) -> tuple[int, int]:
+    """Where a tensor's values are, and their check sum: ``x.data = y`` and ``x.data.mul_(2)`` change it without another version, as does a NumPy array with the same memory."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.device.type != "cpu":
+        return 0, 0
     try:
-        return value.data_ptr()
+        start, storage = value.data_ptr(), value.untyped_storage()
+        length = value.numel() * value.element_size()
+        if not value.is_contiguous():
+            start, length = storage.data_ptr(), storage.nbytes()
+        if not length or storage.nbytes() < length:  # it has been given up
+            return start, 0
+        return start, zlib.crc32((ctypes.c_char * length).from_address(start))
     except RuntimeError:
-        return 0  # one inside a transform of torch.func
+        return 0, 0  # one inside a transform of torch.func
 
 
 def _seen_in(value: Any) -> object:
@@ -157,7 +164,7 @@ def contents_of(values: Iterable, depth: int = NESTED) -> Iterator[tuple[Any, An
         if isinstance(value, REFILLED):
             yield value, copy_of(value)
         if isinstance(value, (*CONTAINERS, *NAMESPACES, functools.partial)) and depth > 1:
-            inside = value.keywords if isinstance(value, functools.partial) else vars(value) if isinstance(value, NAMESPACES) else value
+            inside = [*value.args, value.keywords] if isinstance(value, functools.partial) else vars(value) if isinstance(value, NAMESPACES) else value
             yield from contents_of(inside.values() if isinstance(inside, dict) else inside, depth - 1)
 
 

@@ -631,7 +631,7 @@ class Guards:
             for inside in [inside for inside in vars(value) if not inside.startswith("_")]:
                 self._place(value, vars(value), str(value)).note(inside, vars(value)[inside])
         hooks = isinstance(owner, nn.Module) and name.endswith("_hooks")  # a forward may install hooks: `num_hooks`
-        contents = () if hooks else tuple((container, _without_numbers(content)) for container, content in contents_of([value]))
+        contents = tuple((container, _without_numbers(content)) for container, content in contents_of(typing.cast(Any, value).values() if hooks else [value]))
         self._noted.append((place, name, value, contents))
 
     def _place(self, owner: object, table: Mapping[str, object], label: str) -> Place:
@@ -825,22 +825,22 @@ class Guards:
         replaced = []
         for hooks in tables:
             for key, hook in hooks.items():
-                code = getattr(hook, "__code__", None)
+                code = _code_of(hook)
                 if code is not None and is_own_file(code.co_filename):
-                    replaced.append((hooks, key, hook))
-        for hooks, key, hook in replaced:
+                    replaced.append((hooks, key, hook, code))
+        for hooks, key, hook, code in replaced:
+            if isinstance(hook, functools.partial):
+                self._note(hook, Itself({"itself": hook}), f"the hook {code.co_name}", "itself", hook)
             self._follow(hook, _DEPTH, self._watch)
-            hooks[key] = self._noted_hook(hook)
+            hooks[key] = self._noted_hook(hook, code)
         try:
             yield
         finally:
-            for hooks, key, hook in replaced:
+            for hooks, key, hook, _ in replaced:
                 if key in hooks:
                     hooks[key] = hook
 
-    def _noted_hook(self, hook: Callable) -> Callable:
-        code = hook.__code__
-
+    def _noted_hook(self, hook: Callable, code: types.CodeType) -> Callable:
         @functools.wraps(hook)
         def run(*args, **kwargs):
             result = hook(*args, **kwargs)
@@ -957,6 +957,13 @@ class _Classes:
 
 class NewInput(Passing):
     """A tensor that a module holds was read: it has to be an input of the program."""
+
+
+def _code_of(hook: Any) -> types.CodeType | None:
+    """The code that a hook runs, also of a partial function and of an object that is called."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
 
 
 def _attribute(module: nn.Module, name: str) -> object:

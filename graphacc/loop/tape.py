@@ -586,8 +586,8 @@ class Tape:
             raise CaptureError(
                 "the model returns an iterator (a generator, map or zip), whose code runs only when the loop reads it: return a list or a tuple of what it gives"
             )
-        if self.engine.is_model(function) and (computes := [leaf for leaf in leaves if isinstance(leaf, _COMPUTES)]):
-            raise CaptureError(f"the model returns a {type(computes[0]).__name__}, which computes with tensors: return its parameters, and make it of them in the loop")
+        if self.engine.is_model(function) and (computes := [leaf for leaf in leaves if isinstance(leaf, _COMPUTES) or (callable(leaf) and not _is_static(leaf))]):
+            raise CaptureError(f"the model returns a {type(computes[0]).__name__}, which computes with tensors when the loop calls it: return those, and make it of them in the loop")
         written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if all(leaf is not None and _is_static(leaf) for leaf in leaves):

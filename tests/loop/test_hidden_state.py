@@ -6,6 +6,7 @@ import collections
 import contextlib
 import contextvars
 import copy
+import functools
 import itertools
 import random
 import threading
@@ -282,6 +283,79 @@ def test_hooks_of_the_backward(kind, where):
         losses += train(model)
         mask[0] = torch.zeros(1)
         return [*losses, *train(model), *(float(x) for x in seen)]
+
+    assert_equal(run)
+
+
+class Halves:
+    """Called as a hook of a parameter, or of a module; halves what it is given every other time."""
+
+    def __init__(self):
+        self.count, self.seen = 0, []
+
+    def __call__(self, *given):
+        self.count += 1
+        self.seen.append(1.0)
+        return given[-1] * 0.5 if self.count % 2 else None
+
+
+def keeps(seen, module, given, result):
+    seen.append(result.detach().mean())
+
+
+@pytest.mark.parametrize("where", ["parameter", "module", "partial"])
+def test_hooks_that_are_no_functions(where):
+    """An object with `__call__`, and `functools.partial`: what they change, they change in every step."""
+
+    def run(compile):
+        model, hook, seen = compile(nn.Linear(4, 1)), Halves(), []
+        if where == "parameter":
+            model.weight.register_hook(hook)
+        else:
+            model.register_forward_hook(hook if where == "module" else functools.partial(keeps, seen))
+        return [*train(model, 4), hook.count, len(hook.seen), *map(float, seen)]
+
+    assert_equal(run)
+
+
+def test_a_constant_is_written_through_its_data():
+    """`x.data` and NumPy arrays with its memory: no version of the tensor tells."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.tables = nn.Linear(4, 3), [nn.Parameter(torch.ones(3), requires_grad=False), torch.ones(3, 2).t(), torch.zeros(3)]
+
+        def forward(self, x):
+            return self.linear(x) * self.tables[0] + self.tables[1][0] + self.tables[2]
+
+    def run(compile):
+        model = compile(Model())
+        losses = train(model)
+        model.tables[0].data.mul_(2)
+        losses += train(model)
+        model.tables[1].data[0, 1] = 3.0
+        losses += train(model)
+        model.tables[2].numpy()[1] = 0.5
+        return losses + train(model)
+
+    assert_equal(run)
+
+
+@pytest.mark.parametrize("returned", [lambda layer, x: lambda factor: layer(x) * factor, lambda layer, x: functools.partial(torch.mul, layer(x))], ids=["function", "partial"])
+def test_a_function_that_a_model_returns(returned):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return returned(super().forward, x)
+
+    def run(compile):
+        model = compile(Model(4, 1))
+        losses = []
+        for factor in (1.0, 2.0):
+            loss = model(X)(factor).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        return [*losses, model.weight.grad.sum().item()]
 
     assert_equal(run)
 

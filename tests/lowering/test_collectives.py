@@ -81,6 +81,8 @@ def test_all_gather(group):
     size = len(GROUPS[group][0])
     got = _run(lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group)), X)
     assert torch.equal(got, _expected(group, lambda members, _: X[members].reshape(-1)))
+    rows = _run(lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x.view(0, 3), size, group)), X[:, :0])
+    assert rows.numel() == 0 and rows.shape[-1] == 3
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -102,7 +102,11 @@ def _all_reduce(x, op, group):
 
 
 def _all_gather(x, group):
-    return lax.all_gather(x, axis=0, tiled=True, **_members(group))
+    members = _members(group)
+    if not x.size:  # of a batch without rows, which XLA does not gather
+        groups = members["axis_index_groups"]
+        return jnp.zeros((x.shape[0] * (len(groups[0]) if groups else lax.axis_size(members["axis_name"])), *x.shape[1:]), x.dtype)
+    return lax.all_gather(x, axis=0, tiled=True, **members)
 
 
 def _reduce_scatter(x, op, group):
