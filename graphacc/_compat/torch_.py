@@ -223,14 +223,23 @@ def watched_by_autograd() -> str | None:
         return "forward-mode differentiation (torch.autograd.forward_ad) around it"
     if in_transform():
         return "a transform of torch.func (vmap, grad, jacrev) around it"
-    hooks = None
-    if torch.is_grad_enabled() and has(probes.SAVED_TENSOR_HOOKS):
-        from torch._C import _autograd
-
-        hooks = _autograd._top_saved_tensors_default_hooks(True)
+    hooks = _saved_tensors_hooks() if torch.is_grad_enabled() else None
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch."):  # checkpoint's and save_on_cpu's change no result
         return "torch.autograd.graph.saved_tensors_hooks around it"
     return None
+
+
+def _saved_tensors_hooks() -> tuple | None:
+    if not has(probes.SAVED_TENSOR_HOOKS):
+        return None
+    from torch._C import _autograd
+
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def own_saved_tensors() -> contextlib.AbstractContextManager:
+    """What autograd keeps inside is none of the business of the hooks around it: those of checkpoint run the model again where somebody looks at it."""
+    return contextlib.nullcontext() if _saved_tensors_hooks() is None else torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def mode_around() -> str | None:

@@ -3,6 +3,7 @@
 Their own operators keep results for a backward kernel of torch's that neither a partitioner nor XLA can follow.
 """
 
+import typing
 from collections.abc import Sequence
 
 import torch
@@ -257,6 +258,7 @@ class WrittenOut(TorchFunctionMode):
 
 
 _WRITTEN_OUT = {
+    typing.cast(typing.Any, Tensor.data).__get__: Tensor.detach,  # with the version counter of the tensor, by which writes are noticed
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,

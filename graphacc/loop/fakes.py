@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode
+from graphacc._compat.torch_ import compiling, decided_branches, new_fake_mode, own_saved_tensors
 from graphacc.capture import objects
 from graphacc.capture.borrow import Tags, TensorsNow, structure_kept, substitute
 from graphacc.capture.diagnose import explained
@@ -72,7 +72,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def _watched(self, knows: Callable[[Tensor], bool] | None) -> Iterator[None]:
-        with DrawsNoted() as draws, _Constants(knows):
+        with DrawsNoted() as draws, _Constants(knows), own_saved_tensors():
             yield
         self.drew = draws.found
 
@@ -182,7 +182,12 @@ class _Constants(TorchDispatchMode):
     def __init__(self, knows: Callable[[Tensor], bool] | None):
         super().__init__()
         self._knows = knows
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[Tensor, int]] = {}  # identity -> a tensor, its version counter
+
+    def __exit__(self, failure, *rest):
+        super().__exit__(failure, *rest)
+        if failure is None and (written := [tensor for tensor, version in self._known.values() if _version_of(tensor) != version]):
+            raise _written_into(written[0], "through a view or its .data")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -191,10 +196,7 @@ class _Constants(TorchDispatchMode):
             raise NotRecorded(f"it uses a tensor of shape {list(real[0].shape)} that is no argument")
         for tensor in real:
             if any(tensor is written for written in written_by(func, args, kwargs)):
-                raise CaptureError(
-                    f"the forward writes into a tensor of shape {list(tensor.shape)} ({func._schema.name.removeprefix('aten::')}) that is no buffer of the model: a captured step "
-                    "keeps only buffers and parameters from one step to the next. Register it with register_buffer"
-                )
+                raise _written_into(tensor, func._schema.name.removeprefix("aten::"))
             if id(tensor) not in self._known:
                 if tensor.requires_grad and torch.is_grad_enabled():
                     raise CaptureError(
@@ -206,8 +208,19 @@ class _Constants(TorchDispatchMode):
                         f"the model uses a tensor of shape {list(tensor.shape)} that it has neither as a parameter, a buffer or an attribute nor as a variable, so that "
                         "nobody sees when it changes: register it with register_buffer, or pass it to the model"
                     )
-                self._known[id(tensor)] = tensor
+                self._known[id(tensor)] = tensor, _version_of(tensor)
         return func(*args, **kwargs)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _written_into(tensor: Tensor, how: str) -> CaptureError:
+    return CaptureError(
+        f"the forward writes into a tensor of shape {list(tensor.shape)} ({how}) that is no buffer of the model: a captured step "
+        "keeps only buffers and parameters from one step to the next. Register it with register_buffer"
+    )
 
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)  # of a tensor that is made inside

@@ -108,7 +108,7 @@ class Guards:
         self._in_backward = False
         self._set_in_backward: list[str] = []  # attributes of modules
         self._rewritten: collections.Counter[str] = collections.Counter()  # how often a value was seen to change
-        self._settling: list[tuple[Place, str, object]] = []  # (place, name, value) before these captures
+        self._settling: dict[tuple[int, str], tuple[Place, str, object]] = {}  # (id of a place, name) -> (place, name, value) before these captures
 
     # ---- checking
 
@@ -375,7 +375,7 @@ class Guards:
             self._rounds += 1
             if self._rounds < 4:
                 raise NewInput("the forward changed an object")
-            changed = list(dict.fromkeys(f"{place.label}.{name}, in every call" for place, name, _ in self._settling))
+            changed = list(dict.fromkeys(f"{place.label}.{name}, in every call" for place, name, _ in self._settling.values()))
             self._put_back()
         self._settling.clear()
         self._rounds = 0
@@ -384,7 +384,7 @@ class Guards:
 
     def _put_back(self) -> None:
         """Plain attributes that these captures have changed are as before the first of them."""
-        for place, name, value in reversed(self._settling):
+        for place, name, value in self._settling.values():
             place.put(name, value)
             place.changes()
         self._settling.clear()
@@ -863,7 +863,7 @@ class Guards:
         changed += [f"something outside of the model (the file {file} is read)" for file in self._files]
         self._files.clear()
         changed += self._changes_outside()
-        own = {id(module) for module in self.model.modules()}
+        own, settling = {id(module) for module in self.model.modules()}, {}
         for place, name, value, contents in reversed(self._noted):  # the oldest copies are those from before
             if isinstance(place, str):
                 changed.append(f"something outside of the model ({place} returns None)")
@@ -883,12 +883,13 @@ class Guards:
             elif now is not value and id(place.owner) not in own and snapshot(now) != snapshot(value):
                 if self.settles and isinstance(now, PLAIN) and type(now) is not Number and place.table is getattr_plain(place.owner):
                     self._settled += 1
-                    self._settling.append((place, name, value))
+                    settling[id(place), name] = place, name, value
                     place.changes()
                     continue
                 place.put(name, value)
                 changed.append(f"{place.label}.{name}")
         self._noted = []
+        self._settling = settling | self._settling
         return list(dict.fromkeys(changed))
 
 

@@ -13,7 +13,7 @@ import operator
 import sys
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from graphacc._compat.torch_ import leave_out, storage_users
 from graphacc.capture.optimizer import attributes_of, is_separable, kind_of_optimizer, kind_of_state
+from graphacc.capture.python_state import snapshot
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
 from graphacc.loop.guards import OptimizerGuards
@@ -58,7 +59,7 @@ class Binding:
     state_on_device: bool = False
     statics: dict[str, object] = dataclasses.field(default_factory=dict)
     fetch: Callable[[], None] = lambda: None
-    copies: dict[int, tuple[Tensor, int]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its version counter then
+    copies: dict[int, tuple[Tensor, Hashable]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its `snapshot` then
     given_out: bool = False  # the loop may hold tensors of the state
     guards: OptimizerGuards | None = None  # what the code of its step reads, where it is not torch's own
     _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them
@@ -151,7 +152,7 @@ class Binding:
         elif self.state_on_device and self.copies:
             held = [value for values in dict.values(state) for value in values.values() if isinstance(value, Tensor)]
             known = [self.copies.get(id(value)) for value in held]
-            if len(held) != len(self.copies) or any(copy is None or copy[0]._version != copy[1] for copy in known):
+            if len(held) != len(self.copies) or any(copy is None or snapshot(copy[0]) != copy[1] for copy in known):
                 self.state_on_device = False
             self.copies = {}
 
@@ -170,7 +171,7 @@ class Binding:
                     held.copy_(fetched)  # PyTorch's optimizers write in place: who holds it sees that
             else:
                 entry[key] = held = fetched
-            self.copies[id(held)] = held, held._version
+            self.copies[id(held)] = held, snapshot(held)
         self.given_out = True
 
     @property

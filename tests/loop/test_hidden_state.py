@@ -342,6 +342,121 @@ def test_a_constant_is_written_through_its_data():
     assert_equal(run)
 
 
+def by_argument(model, x, y):
+    x.data.mul_(0.5)
+    return y + x.sum(1, keepdim=True)
+
+
+def by_attribute(model, x, y):
+    model.held.data.mul_(0.9).add_(y.detach().mean())
+    return y + model.held
+
+
+def by_list(model, x, y):
+    model.table[0].data.copy_(y.detach().mean())
+    return y * (1 + model.table[0])
+
+
+def by_slice(model, x, y):
+    model.table[1][1:].add_(1)
+    return y + model.table[1].sum()
+
+
+def by_variable(model, x, y):
+    SCALE.data.add_(1)
+    return y * SCALE
+
+
+@pytest.mark.parametrize("capture", ["fx", pytest.param("lazy", marks=pytest.mark.lazy)])
+@pytest.mark.parametrize("write", [by_argument, by_attribute, by_list, by_slice, by_variable])
+@pytest.mark.default_cases("by_argument-fx", "by_attribute-fx", "by_list-fx", "by_slice-fx", "by_variable-fx", "by_list-lazy")
+def test_writes_past_the_version_counter(write, capture):
+    """`.data` of what is no buffer, and views of it, are written in the forward: PyTorch runs that, or it is refused."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.held, self.table = nn.Linear(4, 1), torch.zeros(1), [torch.zeros(()), torch.zeros(3)]
+
+        def forward(self, x):
+            return write(self, x, self.linear(x))
+
+    def run(compile):
+        SCALE.fill_(1.0)
+        model, given, losses = compile(Model()), X.clone(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            loss = (model(given) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        SCALE.fill_(1.0)
+        return [*losses, given.sum().item(), model.held.item(), *(table.sum().item() for table in model.table)]
+
+    refused = pytest.raises(graphacc.CaptureError, match="writes into") if capture == "lazy" and write is not by_argument else contextlib.nullcontext()
+    with refused:
+        assert_equal(run, capture="auto" if capture == "fx" else "lazy")
+    SCALE.fill_(1.0)
+
+
+def test_state_of_an_optimizer_is_written_through_its_data():
+    def run(compile):
+        model = compile(nn.Linear(4, 1))
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = (model(X) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            for state in optimizer.state.values() if step in (1, 3) else ():
+                if step == 1:
+                    state["momentum_buffer"].data.mul_(0.1)
+                else:
+                    state["momentum_buffer"].numpy()[...] = 0
+        return losses
+
+    assert_equal(run)
+
+
+def test_checkpoint_around_a_call_of_the_model():
+    """Its hooks run the model again where somebody looks at what autograd keeps; the loop still holds the result at `step()`."""
+
+    def run(compile):
+        model = compile(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)))
+        optimizer, losses, held = torch.optim.SGD(model.parameters(), lr=0.1), [], []
+        for _ in range(3):
+            held.append(torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False))
+            loss = (held[-1] - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert_equal(run)
+
+
+def test_a_hook_for_all_modules_that_is_an_object():
+    class Grows:
+        count = 0
+
+        def __call__(self, module, given, result):
+            self.count += 1
+            return result * (1 + 0.01 * self.count) if isinstance(module, nn.Linear) else None
+
+    def run(compile):
+        hook = Grows()
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            return [*train(compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))), 3), hook.count]
+        finally:
+            handle.remove()
+
+    assert_equal(run)
+
+
 @pytest.mark.parametrize("returned", [lambda layer, x: lambda factor: layer(x) * factor, lambda layer, x: functools.partial(torch.mul, layer(x))], ids=["function", "partial"])
 def test_a_function_that_a_model_returns(returned):
     class Model(nn.Linear):
