@@ -55,7 +55,7 @@ NESTED = 8  # of containers in containers that are looked into
 def snapshot(value: object, depth: int = NESTED) -> Hashable:
     """A hashable value that is equal where a capture would read the same."""
     if isinstance(value, Tensor):
-        return "tensor", id(value), 0 if value.is_inference() else value._version, _memory(value)
+        return "tensor", id(value), version_of(value), _memory(value)
     if isinstance(value, slice):
         return "slice", value.start, value.stop, value.step
     if type(value) is Number:
@@ -93,6 +93,11 @@ def owner_of(value: Any) -> Any:
     """The object whose method a value is; the value itself where it is none."""
     owner = getattr(value, "__self__", None) if isinstance(value, METHODS) else None
     return value if owner is None or isinstance(owner, types.ModuleType) else owner
+
+
+def version_of(tensor: Tensor) -> int:
+    """A tensor's version counter; those of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(value: Tensor) -> tuple[int, int]:

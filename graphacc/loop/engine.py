@@ -748,7 +748,7 @@ class Engine:
             if not names:
                 return True
             if self._last_function is None:
-                self.by_pytorch.note(f"the forward of {type(self.model).__name__}", "the loop calls its methods or submodules, and not the model: compile the submodule that it calls, or give the model a forward that does it")
+                self.by_pytorch.note(f"the forward of {type(self.model).__name__}", "its gradients are not those of a call of the model: where the loop calls a method or a submodule, compile the submodule that it calls, or give the model a forward that does it")
             if changed := binding.note_changes():
                 log.info("graphacc: %s changed between steps and became an input of the program", ", ".join(changed))
             self.losses.check()

@@ -16,6 +16,7 @@ from graphacc.capture.diagnose import explained
 from graphacc.capture.functions import WrittenOut
 from graphacc.capture.guards import counts_nothing
 from graphacc.capture.lazy import infer_call
+from graphacc.capture.python_state import version_of
 from graphacc.capture.randomness import DrawsNoted
 from graphacc.capture.recurrent import check_unpacked
 from graphacc.capture.source import calling_line
@@ -186,7 +187,7 @@ class _Constants(TorchDispatchMode):
 
     def __exit__(self, failure, *rest):
         super().__exit__(failure, *rest)
-        if failure is None and (written := [tensor for tensor, version in self._known.values() if _version_of(tensor) != version]):
+        if failure is None and (written := [tensor for tensor, version in self._known.values() if version_of(tensor) != version]):
             raise _written_into(written[0], "through a view or its .data")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -208,12 +209,8 @@ class _Constants(TorchDispatchMode):
                         f"the model uses a tensor of shape {list(tensor.shape)} that it has neither as a parameter, a buffer or an attribute nor as a variable, so that "
                         "nobody sees when it changes: register it with register_buffer, or pass it to the model"
                     )
-                self._known[id(tensor)] = tensor, _version_of(tensor)
+                self._known[id(tensor)] = tensor, version_of(tensor)
         return func(*args, **kwargs)
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _written_into(tensor: Tensor, how: str) -> CaptureError:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
 from graphacc.capture.borrow import TensorsNow, attributes_of
 from graphacc.capture import FX, objects
+from graphacc.capture.python_state import version_of
 from graphacc.capture.randomness import streams_from
 from graphacc.errors import CaptureError, LoopError
 from graphacc.loop import trees
@@ -357,7 +358,7 @@ class Tape:
             self.externals.append(self.engine.programs.stand_in(path, leaf, dict(zip(self.external_paths, self.sources, strict=True))))
         else:
             self.externals.append(leaf)
-        self.external_versions.append(_version(leaf))
+        self.external_versions.append(version_of(leaf))
         if self.engine.programs.strategy.microbatches > 1 and (rows := _rows_before_flattening(leaf)) is not None:
             self.rows[len(self.externals) - 1] = rows
         elif not is_argument:
@@ -425,7 +426,7 @@ class Tape:
         index = len(self.externals)
         for held in (self.sources, self.externals):
             held.append(tensor)
-        self.external_versions.append(_version(tensor))
+        self.external_versions.append(version_of(tensor))
         self.external_paths.append(f"derived from the batch #{index}")
         return External(index)
 
@@ -444,7 +445,7 @@ class Tape:
                     raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
                 if tracked and leaf.requires_grad and not torch.is_grad_enabled():
                     raise NotRecorded(f"its code may ask for {min(tracked)} of a tensor that requires a gradient, where gradients are off")
-                if "_version" in words and _version(leaf):
+                if "_version" in words and version_of(leaf):
                     raise NotRecorded("its code may ask for _version of a tensor that was written into")
                 if strides and (not leaf.is_contiguous() or (memory and leaf.storage_offset())):
                     raise NotRecorded(f"its code may ask for {min(strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
@@ -535,7 +536,7 @@ class Tape:
             LoopError: it was written in place since, and there is no copy.
         """
         tensor = self.sources[index]
-        if self._is_as_it_was(index) and (index in self.copies or _version(tensor) == self.external_versions[index]):
+        if self._is_as_it_was(index) and (index in self.copies or version_of(tensor) == self.external_versions[index]):
             return tensor
         if index not in self.copies:
             raise LoopError(
@@ -555,7 +556,7 @@ class Tape:
             return True
         tensor = self.sources[index]
         is_counted = tensor.untyped_storage().resizable()  # nobody counts the writes into NumPy's memory
-        return _version(tensor) == self.external_versions[index] and (is_counted or torch.equal(tensor, copied))
+        return version_of(tensor) == self.external_versions[index] and (is_counted or torch.equal(tensor, copied))
 
     def external_key(self, index: int) -> tuple:
         tensor = self.externals[index]
@@ -567,7 +568,7 @@ class Tape:
         for fake, ref in zip(fakes, refs):
             if isinstance(ref, External) and ref.index in self.differentiable:
                 fake.requires_grad_()
-        versions = [_version(fake) if isinstance(fake, Tensor) else None for fake in fakes]
+        versions = [version_of(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         recorder = self._recorder([(fake, ref) for i, (fake, ref) in enumerate(zip(fakes, refs)) if isinstance(ref, External) and i not in varying])
         variants = self._variants_key(function, refs, spec)
@@ -588,7 +589,7 @@ class Tape:
             )
         if self.engine.is_model(function) and (computes := [leaf for leaf in leaves if isinstance(leaf, _COMPUTES) or (callable(leaf) and not _is_static(leaf))]):
             raise CaptureError(f"the model returns a {type(computes[0]).__name__}, which computes with tensors when the loop calls it: return those, and make it of them in the loop")
-        written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and _version(fake) != versions[i]]
+        written = [i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and version_of(fake) != versions[i]]
         if not written and leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if all(leaf is not None and _is_static(leaf) for leaf in leaves):
                 return _Plain(result)
@@ -1033,10 +1034,6 @@ def _rows_before_flattening(tensor: Tensor) -> int | None:
             return None
         same = tensor.numel() == whole.numel() and tensor.storage_offset() == whole.storage_offset() and tensor.dtype is whole.dtype
         return whole.shape[0] if same and whole.shape[0] and tensor.shape[0] > whole.shape[0] and tensor.shape[0] % whole.shape[0] == 0 else None
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _name(function: Callable) -> str:
