@@ -253,8 +253,8 @@ class _Capture:
 
         stand_ins = dict(zip([*computed, *held], items))
         results = self.program(dict(zip((item.name for item in parameters), trained)), lambda: called(stand_ins, forward), given)
-        results += [(Kind.PARAM, item.name, tensor.detach()) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
-        return results + [(Kind.BUFFER, item.name, _current(model, item).detach()) for item in buffers]
+        results += [(Kind.PARAM, item.name, tensor) for item, tensor in zip(parameters, trained)]  # also after `parameter.data = ...`
+        return results + [(Kind.BUFFER, item.name, _current(model, item)) for item in buffers]
 
     @contextlib.contextmanager
     def _contexts(self) -> Iterator[None]:
@@ -276,14 +276,14 @@ class _Observed(Exception):
 def _leaf(item: Named, tensor: Tensor, hooks: bool) -> Tensor:
     """A leaf for a parameter, with the hooks that the user registered on it if they belong to the program."""
     if not hooks:
-        return tensor.detach().requires_grad_(item.tensor.requires_grad)
+        return tensor.requires_grad_(item.tensor.requires_grad)
     if item.tensor._post_accumulate_grad_hooks:
         raise CaptureError(
             f"parameter {item.name!r} has a hook that runs when its gradient is accumulated "
             f"(register_post_accumulate_grad_hook), which a "
             "captured step does not do: change gradients between backward() and step(), or with Tensor.register_hook"
         )
-    leaf = tensor.detach().requires_grad_(item.tensor.requires_grad)
+    leaf = tensor.requires_grad_(item.tensor.requires_grad)
     for hook in (item.tensor._backward_hooks or {}).values() if leaf.requires_grad else ():
         leaf.register_hook(hook)
     return leaf

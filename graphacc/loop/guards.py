@@ -103,6 +103,7 @@ class Guards:
         self.runs_backward = False  # whether code that was followed has a part that a backward runs
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
         self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
+        self._class_names: dict[type, set[str]] = {}  # of classes, that are guarded
         self._reached: dict[int, object] = {}  # objects of the user's that the code has found, in this run
         self._made: dict[int, object] = {}  # and those that it has made
         self._in_backward = False
@@ -348,6 +349,7 @@ class Guards:
         self._functions.clear()
         self._differentiated.clear()
         self._methods.clear()
+        self._class_names.clear()
         with contextlib.ExitStack() as stack:
             self._watch_class(stack, nn.Module, paths)
             everywhere = vars(torch.nn.modules.module)
@@ -734,22 +736,23 @@ class Guards:
                 self._note(cls, vars(cls), cls.__name__, name, vars(cls)[name])
         if not isinstance(cls, type):
             return
-        if names & _REFLECTION and is_user_class(cls):
+        if is_user_class(cls) and cls not in self._class_names:
+            self._note(cls, Attributes(cls), cls.__name__, "__bases__", cls.__bases__)
+        known = self._class_names.setdefault(cls, {"__getattribute__"})  # which is exchanged while reads are noted
+        if names & _REFLECTION and is_user_class(cls) and not known >= _REFLECTION:
+            known |= _REFLECTION
             names = names | {name for base in cls.__mro__ if is_user_class(base) for name in vars(base) if not name.startswith("__")}
         if issubclass(cls, torch.autograd.Function) and is_user_class(cls):
             self._note_differentiated(cls)
-        for base in cls.__mro__:
-            if is_user_class(base):
-                for name in names & vars(base).keys() - {"__getattribute__"}:  # which is exchanged while reads are noted
-                    self._note_method(cls, vars(base)[name])
-                    self._note(base, vars(base), base.__name__, name, vars(base)[name])
-                    if name not in vars(cls):  # the class itself may get one
-                        self._note(cls, vars(cls), cls.__name__, name, MISSING)
-        if is_user_class(cls):
-            self._note(cls, Attributes(cls), cls.__name__, "__bases__", cls.__bases__)
-        for base in filter(is_user_class, inspect.getmro(type(cls))):
-            for name in names & vars(base).keys():
+        classes = [base for base in (*cls.__mro__, *inspect.getmro(type(cls))) if is_user_class(base)]
+        for name in names - known if classes else ():
+            found = [base for base in classes if name in vars(base)]
+            for base in found:
                 self._note(base, vars(base), base.__name__, name, vars(base)[name])
+            if found and name not in vars(cls):  # the class itself may get one
+                self._note(cls, vars(cls), cls.__name__, name, MISSING)
+            known.update([name] if found else [])
+            for base in found:
                 self._note_method(cls, vars(base)[name])
 
     def _note_method(self, cls: type, method: object) -> None:

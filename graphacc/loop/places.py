@@ -17,6 +17,15 @@ from graphacc.errors import LoopError
 MISSING = object()
 
 
+class _Sorted(typing.NamedTuple):
+    values: tuple
+    """In the order of the names."""
+    empty: list
+    """Containers among them that are empty: most are a module's tables of hooks."""
+    mutable: list[str]
+    """Names of the others that can change in place."""
+
+
 class Place:
     """Names in one dict (of a module, an object, or of global variables) whose values were read."""
 
@@ -26,10 +35,8 @@ class Place:
         self.label = label
         self.names: dict[str, Hashable] = {}  # name -> snapshot of its value when it was read last
         self.inputs: set[str] = set()  # names whose tensors are inputs of the program
-        self.mutable: list[str] = []  # names whose values can change in place, but for the empty ones
-        self._empty: list = []  # values that are empty: most are a module's tables of hooks
         self._found: dict[str, object] = {}  # name -> value when it was read last; another one may be there by now
-        self._values: tuple = ()  # the same, without the names
+        self._sorted: _Sorted | None = None  # the same; None until it is asked for
         self._held: Held | None = None
         self._inside: dict[str, dict[Path, str]] = {}  # name of a container -> numbers in it that are inputs, and their labels
 
@@ -38,12 +45,12 @@ class Place:
         if name not in self.names:
             self.names[name] = self.snapshot(name, value)
             self._found[name] = self.table.get(name, MISSING)
-            self._refresh()
+            self._sorted = self._held = None
 
     def drop(self, name: str) -> None:
         if self.names.pop(name, None) is not None:
             del self._found[name]
-            self._refresh()
+            self._sorted = self._held = None
 
     def take_as_input(self, name: str) -> None:
         """Whatever tensor the name has is an input of the program: another one is no change."""
@@ -51,7 +58,7 @@ class Place:
         if name in self.names:
             self._found[name] = self.table.get(name, MISSING)
             self.names[name] = self.snapshot(name, self._found[name])
-            self._refresh()
+            self._sorted = self._held = None
 
     def take_number(self, name: str, path: "Path", label: str) -> None:
         """A number in the container that the name has is an input of the program."""
@@ -79,19 +86,20 @@ class Place:
             found = _without(found, path)
         return found
 
-    def _refresh(self) -> None:
-        self._values = tuple(self._found.values())
-        mutable = [(name, value) for name, value in zip(self.names, self._values) if isinstance(value, MUTABLE) and not is_fixed(value)]
-        empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
-        self._empty = [value for name, value in mutable if name in empty]
-        self.mutable = [name for name, _ in mutable if name not in empty]
-        self._held = None
+    def _sort(self) -> "_Sorted":
+        if self._sorted is None:
+            values = tuple(self._found.values())
+            mutable = [(name, value) for name, value in zip(self.names, values) if isinstance(value, MUTABLE) and not is_fixed(value)]
+            empty = {name for name, value in mutable if isinstance(value, CONTAINERS) and not value and self.names[name] == self.snapshot(name, value)}
+            self._sorted = _Sorted(values, [value for name, value in mutable if name in empty], [name for name, _ in mutable if name not in empty])
+        return self._sorted
 
     @property
     def held(self) -> "Held":
         """Its names as they were read last."""
         if self._held is None:
-            self._held = Held(self, dict(self.names), self._values, tuple(contents_of(self._values)))
+            values = self._sort().values
+            self._held = Held(self, dict(self.names), values, tuple(contents_of(values)))
         return self._held
 
     def put(self, name: str, value: object) -> None:
@@ -106,11 +114,12 @@ class Place:
 
     def unchanged(self) -> bool:
         """Whether every value is the one that was read, quickly."""
-        if not all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), self._values)):
+        values, empty, mutable = self._sorted or self._sort()
+        if not all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), values)):
             return False
-        if self._empty and any(self._empty):
+        if empty and any(empty):
             return False
-        return not self.mutable or all(self.snapshot(name, self.table[name]) == self.names[name] for name in self.mutable)
+        return not mutable or all(self.snapshot(name, self.table[name]) == self.names[name] for name in mutable)
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
@@ -118,7 +127,7 @@ class Place:
         now = {name: self.snapshot(name, value) for name, value in self._found.items()}
         found = [(name, before, now[name]) for name, before in self.names.items() if now[name] != before]
         self.names = now
-        self._refresh()
+        self._sorted = self._held = None
         return found
 
 
