@@ -9,6 +9,8 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+gc.set_threshold(100_000, 20, 20)  # a tenth of the time: the 600,000 objects of the imports would be searched for cycles again and again
+
 import pytest
 import torch
 from selection import DefaultCases, slices_of
@@ -36,12 +38,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """The 600,000 objects of the imports are not searched for cycles again and again, which took about a tenth of the time.
-
-    They become old and are not frozen: beside frozen objects the passes leave their own to the collector (`collector.paused`).
-    """
+    """The objects of the imports become old, and are not frozen: beside frozen ones the passes leave their own to the collector (`collector.paused`)."""
     gc.collect()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_addoption(parser):
