@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import gc
 import hashlib
 import logging
 import multiprocessing.queues
@@ -184,6 +185,21 @@ def leaves_of(values: Iterable, depth: int = NESTED) -> Iterator[object]:
             yield from leaves_of([*value.keys(), *value.values()] if isinstance(value, dict) else value, depth - 1)
         else:
             yield value
+
+
+def kept_by_cache(function: Any) -> tuple[list, list]:
+    """Arguments and results that a function under ``functools.lru_cache`` keeps."""
+    inside = [item for item in gc.get_referents(function) if item is not vars(function)]
+    table = next(item for item in reversed(inside) if type(item) is dict)
+    if not any(type(link).__name__ == "_lru_list_elem" for link in table.values()):  # without a bound it has the results themselves
+        return list(table.keys()), list(table.values())
+    others, results = collections.Counter(map(id, (table, function.__wrapped__, *table.keys()))), []
+    for item in inside:
+        if others[id(item)]:
+            others[id(item)] -= 1
+        elif not isinstance(item, type) and type(item) is not object:  # its own marks
+            results.append(item)
+    return list(table.keys()), results
 
 
 def copy_of(container: Any) -> Any:

@@ -28,7 +28,7 @@ from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
 from graphacc.capture.numbers import Asked, Number, Values, is_of_call, value_of
 from graphacc.capture.own_code import asks_for_types, globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
-from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, leaves_of, owner_of, refill, snapshot
+from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, kept_by_cache, leaves_of, owner_of, refill, snapshot
 from graphacc.errors import CaptureError
 from graphacc.loop import trees
 from graphacc.loop.mixed import Mixin
@@ -435,14 +435,16 @@ class Guards:
 
     @contextlib.contextmanager
     def caches_kept(self) -> Iterator[None]:
-        """Functions under ``functools.lru_cache`` do not keep fake tensors that they make inside."""
+        """Functions under ``functools.lru_cache`` do not keep fake tensors that they make inside; plain results they keep, as they do without a capture."""
         try:
             yield
         finally:
             for key, (function, misses) in self._caches.items():
                 if function.cache_info().misses != misses:
-                    function.cache_clear()
-                    self._caches[key] = function, 0
+                    arguments, results = kept_by_cache(function)
+                    if any(isinstance(leaf, (Tensor, Number)) for leaf in leaves_of(arguments)) or not all(isinstance(leaf, PLAIN) and type(leaf) is not Number for leaf in leaves_of(results)):
+                        function.cache_clear()
+                    self._caches[key] = function, function.cache_info().misses
 
     def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str]) -> None:
         original = cls.__getattribute__

@@ -69,6 +69,11 @@ def positions(n):
     return torch.arange(n) / n
 
 
+@functools.lru_cache
+def first_factor(layer, number):
+    return SETTINGS.factor * number
+
+
 class Base(nn.Module):
     """A layer, and a result that depends on Python's state."""
 
@@ -118,6 +123,7 @@ READS = {
     "functions": (lambda m, x: by_five_functions(x), lambda m, i: setattr(SETTINGS, "factor", 1.0 + i)),
     "reference": (lambda m, x: x * REFERENCE().factor, lambda m, i: setattr(SHARED, "factor", 1.0 + i)),
     "lru_cache": (lambda m, x: x + positions(x.shape[1]), lambda m, i: None),
+    "lru_cache that keeps what was": (lambda m, x: x * first_factor(m, 2) * SETTINGS.factor, lambda m, i: setattr(SETTINGS, "factor", 1.0 + i)),
 }
 REFERENCE = weakref.ref(SHARED)
 
