@@ -4,6 +4,7 @@
 object is wrapped in `_Opened`, which is registered; what is made of its tree is an object of the same class with the same attributes.
 """
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphacc.capture.python_state import NAMESPACES
 from graphacc.capture.source import is_user_file
 
 _DEPTH = 4  # of objects in objects
+_CONTAINERS = (*NAMESPACES, collections.UserDict, collections.UserList, collections.ChainMap)  # such as transformers' BatchEncoding
 
 
 class _Opened:
@@ -46,10 +49,10 @@ def _is_record(value: object) -> bool:
     cls = type(value)
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or hasattr(cls, "__next__") or cls.__reduce_ex__ is not object.__reduce_ex__:
         return False
-    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__") or _is_own(cls)):
+    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__") or issubclass(cls, _CONTAINERS) or _is_own(cls)):
         return False
     try:
-        object.__new__(cls)
+        cls.__new__(cls) if cls in NAMESPACES else object.__new__(cls)
     except TypeError:  # of a class that builds on a built-in one
         return False
     return True
@@ -73,7 +76,7 @@ def _flatten(opened: _Opened) -> tuple[list, tuple]:
 
 def _unflatten(values, context: tuple) -> object:
     cls, names = context
-    made = object.__new__(cls)
+    made = cls.__new__(cls) if cls in NAMESPACES else object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

@@ -65,7 +65,7 @@ class GivenNumbers:
     def __init__(self, asked: Asked):
         self.labels: set[str] = set()  # of those that are, or were, inputs
         self._asked = asked
-        self._last: dict[str, dict[Where, int | float]] = {}  # path of the called module -> its numbers in the last call
+        self._last: dict[str, dict[Where, int | float]] = {}  # path of the called module -> each of its numbers in the last call that had one there
         self._inputs: dict[tuple[str, Where], str] = {}
         self._fixed: set[str] = set()  # labels of numbers that Python's own code needs
         self._streaks = Streaks()
@@ -85,8 +85,11 @@ class GivenNumbers:
             if self._streaks.note(called, tuple(value for _, value in _numbers((args, kwargs), ())), _form(args, kwargs)):
                 self.too_many[called] = PER_VALUE.format("of the arguments (one of many)")
             return {}
-        last, self._last[path] = self._last.get(path, {}), present
+        last = self._last.setdefault(path, {})
         changed = [where for where, value in present.items() if type(before := last.get(where)) is type(value) and before != value]
+        if len(last) > 4 * MAX_NUMBERS:  # such as those of a dict that has other names in every call
+            last.clear()
+        last.update(present)
         for where in changed:
             if (label := _label(path, where)) not in self._fixed:
                 self._inputs[path, where] = label

@@ -103,6 +103,7 @@ class Guards:
         self.runs_backward = False  # whether code that was followed has a part that a backward runs
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
         self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
+        self.constants: set[int] = set()  # ids of tensors in variables, which their places keep alive
         self._class_names: dict[type, set[str]] = {}  # of classes, that are guarded
         self._reached: dict[int, object] = {}  # objects of the user's that the code has found, in this run
         self._made: dict[int, object] = {}  # and those that it has made
@@ -631,6 +632,7 @@ class Guards:
             )
         place = self._place(owner, table, label)
         place.note(name, value)
+        self.constants |= {id(leaf) for leaf in leaves_of([value]) if isinstance(leaf, Tensor)}
         if isinstance(value, enum.Enum) and is_user_class(type(value)):
             for inside in [inside for inside in vars(value) if not inside.startswith("_")]:
                 self._place(value, vars(value), str(value)).note(inside, vars(value)[inside])

@@ -122,6 +122,10 @@ class Promise(Tensor):
             torch.utils.swap_tensors(tensor, other)
         return other
 
+    def as_subclass(self, cls: type) -> Tensor:
+        """As `Tensor.as_subclass`, which calls no torch function."""
+        return run_function(_as_subclass, (self, cls), {})
+
     def bind(self, tape: "Tape", index: int) -> None:
         """Stand for a value of `tape`."""
         self.tape = tape
@@ -293,6 +297,8 @@ def _recording_tape(func, leaves: list, tapes: "list[Tape]") -> "Tape":
     """The newest open recording, if no gradient has to flow into another."""
     if func in _NEEDS_AUTOGRAD or func in _GRAD_FLAG:
         raise NotRecorded("it works on autograd's own graph")
+    if func is _as_subclass:
+        raise NotRecorded("its result is no plain tensor")
     tape = tapes[-1]
     if torch.is_grad_enabled() and any(isinstance(leaf, Promise) and leaf.tape is not tape and leaf.requires_gradient for leaf in leaves):
         raise NotRecorded("it joins results of calls that were recorded separately")
@@ -395,6 +401,10 @@ def run_on_values(func, args: tuple, kwargs: dict):
     args, kwargs = managed.plain_while_capturing(func, *to_values(args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _as_subclass(tensor: Tensor, cls: type) -> Tensor:
+    return tensor.as_subclass(cls)
 
 
 def to_values(args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
@@ -44,7 +44,17 @@ if typing.TYPE_CHECKING:
 
 _STRIDES, _MEMORY = frozenset({"is_contiguous", "stride"}), frozenset({"as_strided", "data_ptr", "storage_offset", "untyped_storage"})
 """Methods that tell of a tensor's strides, and of the memory around it; in a program tensors are contiguous, and have memory of their own."""
-_AUTOGRAD = frozenset({"grad_fn", "is_leaf", "requires_grad"})
+_TOLD: dict[str, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(("grad_fn", "is_leaf", "requires_grad"), lambda tensor: tensor.requires_grad),
+    "_base": lambda tensor: tensor._is_view(),
+    "grad": lambda tensor: tensor.is_leaf and tensor.grad is not None,
+    "is_shared": lambda tensor: tensor.is_shared(),
+    "Parameter": lambda tensor: isinstance(tensor, nn.Parameter),
+    "_version": lambda tensor: version_of(tensor) > 0,
+}
+"""What code may ask of a tensor besides its values -> whether one that the loop gives has another answer than a program's."""
+_PLAIN_INSIDE = ("torchvision.", "monai.", "fastai.", "tensordict.")
+"""Libraries with subclasses of Tensor whose operators are those of tensors; what they carry besides is for the loop."""
 MAX_QUESTIONED = 64
 """Calls, by the shapes of their arguments, whose answers are remembered."""
 
@@ -434,20 +444,25 @@ class Tape:
         """What the loop gives is seen by its values alone.
 
         Raises:
-            NotRecorded: the model's code asks for an attribute that the loop has given a tensor, for the layout of one in memory, which is no usual one, or for what
-                autograd keeps of it, which the recording does not have.
+            NotRecorded: the model's code may ask a tensor for something else: an attribute that the loop has given it, its layout in memory, which is no usual one, what autograd
+                keeps of it, its class, or whether it is one that the code holds itself.
         """
-        words = self.engine.guards.words
-        strides, memory, tracked = words & (_STRIDES | _MEMORY), words & _MEMORY, words & _AUTOGRAD
+        guards = self.engine.guards
+        strides, memory, told = guards.words & (_STRIDES | _MEMORY), guards.words & _MEMORY, guards.words & _TOLD.keys()
         for leaf in given:
             if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
-                if names := attributes_of(leaf).keys() & words:
+                kind = type(leaf)
+                if kind is not Tensor and not issubclass(kind, nn.Parameter) and not kind.__module__.startswith(_PLAIN_INSIDE):
+                    if "__torch_function__" in {name for base in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(base)}:
+                        raise LoopError(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is a {kind.__name__}, whose __torch_function__ the model's parameters do not reach: pass its .as_subclass(torch.Tensor)")
+                    raise NotRecorded(f"a tensor that the loop gives is a {kind.__name__}, which a program does not have: pass its .as_subclass(torch.Tensor)")
+                if id(leaf) in guards.constants:
+                    raise NotRecorded(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is one that the model's code has in a variable, and it may ask whether it is")
+                if names := attributes_of(leaf).keys() & guards.words:
                     raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
-                if tracked and leaf.requires_grad and not torch.is_grad_enabled():
-                    raise NotRecorded(f"its code may ask for {min(tracked)} of a tensor that requires a gradient, where gradients are off")
-                if "_version" in words and version_of(leaf):
-                    raise NotRecorded("its code may ask for _version of a tensor that was written into")
-                if strides and (not leaf.is_contiguous() or (memory and leaf.storage_offset())):
+                if names := [word for word in told if _TOLD[word](leaf)]:
+                    raise NotRecorded(f"its code may ask for {min(names)} of a tensor that the loop gives, of shape {list(leaf.shape)}, for which a program has another answer")
+                if strides and (not leaf.is_contiguous() or (memory and leaf.untyped_storage().nbytes() != leaf.numel() * leaf.itemsize)):
                     raise NotRecorded(f"its code may ask for {min(strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
 
     def _check_bounds(self, bounds: Sequence[Bound]) -> None:
@@ -616,6 +631,8 @@ class Tape:
                     raise NotRecorded(f"its code puts a {type(leaf).__name__} into a list or a dict that it is given")
                 leaf = Opaque(type(leaf).__name__)
             result_leaves.append(leaf)
+        if self.engine.is_model(function) and (hidden := [leaf for leaf in result_leaves if isinstance(leaf, Opaque)]) and not any(isinstance(leaf, (Ref, External, Param, View)) for leaf in result_leaves):
+            raise NotRecorded(f"all that it returns is in a {hidden[0].kind}, which a program cannot return: return a tuple, a dict or a dataclass")
         reads, bounds = ((), ()) if recorder is None else (tuple(recorder.reads), _distinct(recorder.bounds))
         call = Call(
             function=self.engine.answered(function, tuple(read.key for read in reads)),
@@ -1063,6 +1080,13 @@ class Opaque:
     def __init__(self, kind: str):
         object.__setattr__(self, "_kind", kind)
 
+    @property
+    def kind(self) -> str:
+        return object.__getattribute__(self, "_kind")
+
+    def __bool__(self) -> bool:
+        return True
+
     def __getattr__(self, name: str):
         raise LoopError(
             f"a compiled model does not return its {self._kind} (asked for .{name}): only tensors in containers, dataclasses and plain objects of "
@@ -1071,6 +1095,15 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<{self._kind} of a compiled call>"
+
+
+def _asked(name: str) -> Callable:
+    """A method that Python looks up in the class, such as what ``for`` calls."""
+    return lambda opaque, *_: opaque.__getattr__(name)
+
+
+for _name_of_method in ("__iter__", "__next__", "__len__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__call__", "__enter__", "__add__", "__or__", "__int__", "__float__"):
+    setattr(Opaque, _name_of_method, _asked(_name_of_method))
 
 
 def _hashable(leaves: tuple) -> tuple:

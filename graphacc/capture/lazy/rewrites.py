@@ -30,6 +30,7 @@ _NO_STRIDES = (
     "as_strided depends on how a tensor lies in memory, which lazy tensors do not know (all are contiguous to them): write the view with "
     'unfold, slices, expand or index_select, or choose capture="fx"'
 )
+_ADDRESSES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage})
 
 
 class Rewrites(TorchFunctionMode):
@@ -48,6 +49,8 @@ class Rewrites(TorchFunctionMode):
             func = torch.linalg.inv
         if func in _STRIDED and _is_lazy(args[0]):
             raise CaptureError(_NO_STRIDES)
+        if func in _ADDRESSES and _is_lazy(args[0]):
+            raise CaptureError(f"{func.__name__}() asks where a tensor lies in memory, which lazy tensors do not know: compare tensors with `is`, or by their values")
         if func in _PRODUCTS and not kwargs and _has_batch_dims(*args):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
             return torch.einsum(f"{batch}xy,{batch}yz->{batch}xz", *args)
