@@ -9,13 +9,12 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-gc.set_threshold(100_000, 20, 20)  # a tenth of the time: the 600,000 objects of the imports would be searched for cycles again and again
-
 import pytest
 import torch
 from selection import DefaultCases, slices_of
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 20, 20)  # a tenth of the time: the 600,000 objects of the imports would be searched for cycles again and again
 
 
 GRU, CLIP_GRAD_NORM = torch.nn.GRU, torch.nn.utils.clip_grad_norm_

@@ -180,6 +180,8 @@ def substitute(model: nn.Module, replacements: dict[int, Tensor]) -> None:
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) in replacements:
                     table[name] = replacement = replacements[id(tensor)]
+                    if isinstance(tensor, nn.Parameter):
+                        vars(replacement)["_is_param"] = True  # by which torch knows tensors of other classes as parameters
                     attributes, held = attributes_of(tensor), vars(replacement)
                     if attributes or _GIVEN in held:
                         for given in held.pop(_GIVEN, ()):
@@ -189,4 +191,4 @@ def substitute(model: nn.Module, replacements: dict[int, Tensor]) -> None:
 
 def attributes_of(tensor: Tensor) -> dict[str, object]:
     """What the user has set on a parameter or buffer, such as ``weight._no_weight_decay``."""
-    return {name: value for name, value in vars(tensor).items() if not name.startswith("_graphacc")}
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_graphacc") and name != "_is_param"}

@@ -244,6 +244,11 @@ def _no_sparse_tensors(*args, **kwargs):
     raise CaptureError("the code makes a sparse tensor, which a compiled program does not have: use the dense one (.to_dense()), or make it outside of the model's parts that are to be compiled")
 
 
+def _keeps_no_gradient(*args, **kwargs):
+    """Raise CaptureError: nobody would find the gradient at what stands for a tensor in a capture."""
+    raise CaptureError("the forward calls retain_grad(), and a program does not keep the gradient of what it computes inside: return the tensor, and let the loop call retain_grad() on the result")
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -253,12 +258,15 @@ class WrittenOut(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            raise CaptureError(f"the forward gives {getattr(func, '__name__', func)} a generator of its own, and a program draws other numbers in every step: draw with torch's default one, or outside of the model and pass the numbers in")
         function = _WRITTEN_OUT.get(func) or self._recurrent.replacement(func, args, kwargs) or func
         return function(*args, **kwargs)
 
 
 _WRITTEN_OUT = {
     typing.cast(typing.Any, Tensor.data).__get__: Tensor.detach,  # with the version counter of the tensor, by which writes are noticed
+    Tensor.retain_grad: _keeps_no_gradient,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,

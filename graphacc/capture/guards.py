@@ -1,17 +1,19 @@
 """What a trace watches for in the user's code, because the captured step would silently compute something else."""
 
 import contextlib
+import functools
 import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphacc._compat.torch_ import unwrapped
+from graphacc._compat.torch_ import patched, unwrapped, without_modes
+from graphacc.capture.source import is_user_file
 from graphacc.errors import CaptureError
 
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
@@ -109,14 +111,35 @@ def counts_nothing(model: nn.Module) -> Iterator[None]:
             )
 
 
+def _torch_state() -> bytes:
+    with without_modes(), torch._C.DisableTorchFunction():
+        return torch.default_generator.get_state().numpy().tobytes()
+
+
+def _refused(name: str) -> Callable:
+    original = getattr(torch.random, name)
+
+    @functools.wraps(original)
+    def called(*args, **kwargs):
+        if not is_user_file(sys._getframe(1).f_code.co_filename):  # such as torch's own checkpoints, which keep the generator as it was
+            return original(*args, **kwargs)
+        raise CaptureError(f"the forward calls torch.{name}, and a program does not draw from torch's generator: set it in the loop, or draw outside of the model and pass the numbers in")
+
+    return called
+
+
+_REFUSED = {name: _refused(name) for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")}
+
+
 @contextlib.contextmanager
 def no_python_randomness() -> Iterator[None]:
-    """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step."""
+    """Refuse code that draws from the generators of Python or NumPy: its choice would be the same in every step. Nor does it seed torch's, which a program does not draw from."""
     numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else ()
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state() if numpy else (), _torch_state()
     drawn = []
     try:
-        yield
+        with patched(torch, **_REFUSED), patched(torch.random, **_REFUSED):
+            yield
     finally:  # PyTorch's own run, or the next capture, draws them again
         if random.getstate() != python_state:
             random.setstate(python_state)
@@ -124,6 +147,10 @@ def no_python_randomness() -> Iterator[None]:
         if numpy and any(not numpy.array_equal(now, before) for now, before in zip(numpy.random.get_state(), numpy_state, strict=True)):
             numpy.random.set_state(numpy_state)
             drawn.append("numpy.random")
+        if _torch_state() != torch_state:
+            with without_modes(), torch._C.DisableTorchFunction():
+                torch.default_generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+            drawn.append("torch's generator by itself, or seeds it,")
     if drawn:
         raise CaptureError(_PYTHON_RANDOM.format(drawn[0]))
 

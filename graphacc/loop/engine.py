@@ -121,7 +121,7 @@ class Engine:
         self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
         self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads
-        self.bindings: dict[int, Binding] = {}
+        self._bindings: weakref.WeakValueDictionary[int, Binding] = weakref.WeakValueDictionary()  # by the id of the optimizer
         self.keys = RandomKeys(options.seed, follows=options.follows_torch, chosen=options.seed_is_chosen)
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
@@ -427,7 +427,7 @@ class Engine:
             self.before_write(handle)
             if isinstance(handle.grad, Tape):
                 self.gradients.settle(handle)
-            for binding in self.bindings.values():
+            for binding in self.bindings:
                 self.fetch_optimizer_state(binding)
                 binding.state_on_device = False
                 if dict.get(binding.optimizer.state, handle.tensor):
@@ -471,7 +471,7 @@ class Engine:
 
     def adopt_tensors(self) -> None:
         present = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        for binding in self.bindings.values():
+        for binding in self.bindings:
             if any(name in self.handles and id(self.handles[name].tensor) not in present for name in binding.names):
                 self.fetch_optimizer_state(binding)  # it belongs to the tensor, and the devices have it under a name that another tensor gets
                 binding.state_on_device = False
@@ -833,19 +833,24 @@ class Engine:
 
     def runs_within(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of an optimizer that holds this one runs now."""
-        outer = (binding.optimizer for binding in self.bindings.values() if id(binding.optimizer) in self.torch_steps)
+        outer = (binding.optimizer for binding in self.bindings if id(binding.optimizer) in self.torch_steps)
         return any(inner is optimizer for other in outer for inner in inner_optimizers(other).values())
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """Of the optimizers that have stepped, and that the loop still has."""
+        return [binding for binding in self._bindings.values() if binding.reference() is not None]
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""
-        if id(optimizer) not in self.bindings:
-            self.bindings[id(optimizer)] = bind(self, optimizer)
-        binding = self.bindings[id(optimizer)]
+        binding = self._bindings.get(id(optimizer))
+        if binding is None or binding.reference() is not optimizer:
+            binding = self._bindings[id(optimizer)] = bind(self, optimizer)
         names, strangers = parameter_names(self, optimizer)  # groups can be added
         if binding.state_on_device and (left := set(binding.names) - set(names)):
             self._bring_state_home(binding, left)
         binding.names = names
-        if len(self.bindings) > 1:
+        if len(self._bindings) > 1:
             self._make_way(binding)
         if binding.misfit is not None and not dict.get(optimizer.state, binding.misfit.tensor):
             binding.by_torch = binding.misfit = None  # the loop has cleared the state
@@ -870,7 +875,7 @@ class Engine:
     def _make_way(self, binding: Binding) -> None:
         """The devices have one state for each parameter: that of another optimizer of the same parameters comes to the host."""
         names = set(binding.names)
-        for other in self.bindings.values():
+        for other in self.bindings:
             if other is not binding and other.state_on_device and not names.isdisjoint(other.names):
                 self.fetch_optimizer_state(other)
                 other.state_on_device = False
@@ -881,7 +886,7 @@ class Engine:
             for handle in self.handles.values():
                 if not handle.frees_host:
                     handle.refresh()
-            for binding in self.bindings.values():
+            for binding in self.bindings:
                 self.fetch_optimizer_state(binding)
                 binding.state_on_device = False
 

@@ -29,6 +29,7 @@ from graphacc.capture.diagnose import Passing
 from graphacc.capture.numbers import Asked, Number, Values, is_of_call, value_of
 from graphacc.capture.own_code import asks_for_types, globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, kept_by_cache, leaves_of, owner_of, refill, snapshot
+from graphacc.capture.shown_types import Shown, ShownTypes
 from graphacc.errors import CaptureError
 from graphacc.loop import trees
 from graphacc.loop.mixed import Mixin
@@ -76,6 +77,7 @@ class Guards:
         self._streaks: dict[str, tuple[int, int]] = {}  # label -> when its value changed last, and how often in a row of calls
         self._num_checks = 0
         self._different: collections.defaultdict[str, set[Hashable]] = collections.defaultdict(set)  # label -> some of its different values
+        self.types = ShownTypes()
         self.asks_for_types = False  # whether code that was followed asks for the type of something, which a number would not have
         self.fixed: set[str] = set()  # numbers that cannot be inputs, since Python's own code needs their values
         self._labels: dict[str, tuple[object, str]] = {}  # label -> the module, another object or the variables of a file, and the name in it
@@ -103,6 +105,10 @@ class Guards:
         self.runs_backward = False  # whether code that was followed has a part that a backward runs
         self._differentiated: set[type] = set()  # subclasses of torch.autograd.Function that were followed
         self._methods: set[tuple[type, types.CodeType]] = set()  # of classes, that were followed
+        self._touched: set[int] = set()  # ids of modules outside of the model that the code has found in this run
+        self._newest: nn.Module | None = None  # of which the last run has found a tensor
+        self._dicts: dict[int, tuple[dict, tuple, str]] = {}  # dicts of objects that were read as a whole, the names in them before, and whose they are
+        self._attributes: dict[int, tuple[types.FunctionType | types.ModuleType, frozenset[str]]] = {}  # functions and files that were followed, and the names of their attributes before
         self.constants: set[int] = set()  # ids of tensors in variables, which their places keep alive
         self._class_names: dict[type, set[str]] = {}  # of classes, that are guarded
         self._reached: dict[int, object] = {}  # objects of the user's that the code has found, in this run
@@ -340,11 +346,16 @@ class Guards:
             CaptureError: the code inside changed Python state other than attributes of the model's modules, which is restored.
         """
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
+        copied = {id(module._parameters): paths[id(module)] for module in self.model.modules()}  # a shallow copy of a module has its tables
         self._noted = []
         self._words.clear()
         self._outside_before.clear()
         self._reached.clear()
         self._made.clear()
+        self._dicts.clear()
+        self._attributes.clear()
+        self._touched.clear()
+        environment = dict(os.environ)
         with torch._C.DisableTorchFunctionSubclass():
             described = [(name, tensor) for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if attributes_of(tensor)]
         self._functions.clear()
@@ -352,11 +363,12 @@ class Guards:
         self._methods.clear()
         self._class_names.clear()
         with contextlib.ExitStack() as stack:
-            self._watch_class(stack, nn.Module, paths)
+            self._watch_class(stack, nn.Module, paths, copied)
             everywhere = vars(torch.nn.modules.module)
             tables = [table for module in self.model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
             stack.enter_context(self._observers_noted([*tables, everywhere["_global_forward_hooks"], everywhere["_global_forward_pre_hooks"]]))
             stack.enter_context(self.caches_kept())
+            stack.enter_context(self.types)
             stack.enter_context(prints_said())
             stack.enter_context(files_noted(self._files.append))
             settled, finished, classes = self._settled, False, _Classes(self.model)
@@ -371,7 +383,7 @@ class Guards:
                 for label, tensor in described:
                     for name in attributes_of(tensor).keys() & self._words:
                         self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])
-                changed = classes.changes() + self._changes_elsewhere()
+                changed = classes.changes() + self._changes_elsewhere() + self._changed_names(environment)
                 if not finished or changed:
                     self._put_back()
         if self._settled > settled and not changed:
@@ -384,6 +396,23 @@ class Guards:
         self._rounds = 0
         if changed:
             raise CaptureError(self.refusal.format(", ".join(changed)))
+
+    def _changed_names(self, environment: Mapping[str, str]) -> list[str]:
+        """Names that the code has added or taken away where it does not write an attribute: in the dict of an object, of a function, and in the environment, which is restored."""
+        changed = [f"the names in the dict of {label}" for table, names, label in self._dicts.values() if tuple(table) != names]
+        for owner, before in self._attributes.values():  # other values of the old ones are noticed as those of variables are
+            if new := [name for name, value in vars(owner).items() if name not in before and value is not Shown]:
+                for name in new:
+                    delattr(owner, name)
+                changed.append(f"{owner.__name__}.{new[0]}, which is new")
+        if written := [name for name in {**os.environ, **environment} if os.environ.get(name) != environment.get(name)]:
+            for name in written:
+                if name in environment:
+                    os.environ[name] = environment[name]
+                else:
+                    del os.environ[name]
+            changed.append(f"os.environ[{written[0]!r}]")
+        return changed
 
     def _put_back(self) -> None:
         """Plain attributes that these captures have changed are as before the first of them."""
@@ -447,13 +476,15 @@ class Guards:
                         function.cache_clear()
                     self._caches[key] = function, function.cache_info().misses
 
-    def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str]) -> None:
+    def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str], copied: Mapping[int, str]) -> None:
         original = cls.__getattribute__
         watched: set[type] = {cls}
         opaque: set[type] = set()  # those that read their attributes by code of their own
 
         def look(owner: object, name: str) -> object:
             label = paths.get(id(owner))
+            if label is None and issubclass(type(owner), nn.Module):
+                label = copied.get(id((getattr_plain(owner) or {}).get("_parameters")))
             try:
                 value = original(owner, name)
             except AttributeError:
@@ -480,7 +511,7 @@ class Guards:
                 watched.add(found)
                 if any("__getattribute__" in vars(base) for base in found.__mro__ if not is_library_class(base) and base not in watched - {found}):
                     opaque.add(found)
-                self._watch_class(stack, found, paths)
+                self._watch_class(stack, found, paths, copied)
                 for base in filter(is_user_class, found.__mro__):  # code that Python calls without reading an attribute
                     for special in _SPECIAL & vars(base).keys():
                         self._follow(vars(base)[special], _DEPTH, watch)
@@ -535,11 +566,15 @@ class Guards:
             self._labels[key] = module, name
             if self._in_backward:
                 raise CaptureError(f"the backward reads the tensor {key}, which the forward does not read: register it as a buffer, or save it for backward")
+            newest, self._newest = self._newest, module if id(module) in self._outside else None
+            if newest is not None and id(newest) not in self._touched:
+                raise CaptureError(f"the forward makes a {type(newest).__name__}, or a copy of one, in every run: make modules in __init__, and register them")
             raise NewInput(key)
 
     def _label_outside(self, module: nn.Module) -> str:
         """A name of its own for a module outside of the model, whose attributes may be inputs, too."""
         self._outside_before.setdefault(id(module), (module, dict(getattr_plain(module) or {})))  # one that is made here has none yet
+        self._touched.add(id(module))
         if id(module) not in self._outside:
             number = sum(type(other) is type(module) for other, _ in self._outside.values())
             self._outside[id(module)] = module, type(module).__name__ + (f" {number + 1}" if number else "")
@@ -568,6 +603,8 @@ class Guards:
                 self._note_attribute(owner, name, held, label, watch)
         names = Answers(names=lambda: tuple(table))
         self._place(owner, names, label).note("names", names.get("names"))
+        if id(owner) not in self._made:
+            self._dicts.setdefault(id(table), (table, tuple(table), label))
 
     def _note_absent(self, owner: object, name: str, label: str | None) -> None:
         """``hasattr`` and ``getattr`` with a default find no attribute; the parameters and parts of a module are found elsewhere."""
@@ -684,17 +721,23 @@ class Guards:
         code = getattr(function, "__code__", None)
         if code is None or not is_own_file(code.co_filename):
             return
+        self._attributes.setdefault(id(function), (function, frozenset(vars(function))))
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(function, Attributes(function), code.co_name, name, getattr(function, name))
+        self._follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], depth - 1, watch)
         self._words |= texts_of(code)
+        hidden = self.types.hide(function.__globals__)
         names, used = names_of(code), globals_of(code)
         absent, used = used - function.__globals__.keys(), used & function.__globals__.keys()
         if "globals" in absent:
             used |= {name for name, value in function.__globals__.items() if isinstance(value, PLAIN)}
         variables = self._place(function.__globals__, function.__globals__, function.__module__)
-        self.asks_for_types |= "type" in absent and asks_for_types(code)
         for name in absent:  # a variable of that name would hide the built-in one
             variables.note(name, MISSING)
+        if "type" in absent and asks_for_types(code):
+            self.asks_for_types = hidden = True
+        if hidden:
+            self.types.add(function.__globals__)
         if not names.isdisjoint(("environ", "getenv")):
             for name in filter(str.isidentifier, texts_of(code)):
                 ENVIRONMENT.add(name, functools.partial(os.environ.get, name))
@@ -796,6 +839,7 @@ class Guards:
 
     def _note_module(self, module: types.ModuleType, names: set[str], depth: int, watch: Callable) -> None:
         if is_own_module(module):
+            self._attributes.setdefault(id(module), (module, frozenset(vars(module))))
             for name in names & vars(module).keys():
                 self._note_variable(vars(module), vars(module), module.__name__, name, vars(module)[name], depth, watch, names)
         elif depth:

@@ -288,7 +288,7 @@ class Handle:
         self.refresh()
         if self.grad is not None and not isinstance(self.grad, _Mark):
             self.engine.gradients.settle(self)
-        for binding in self.engine.bindings.values():
+        for binding in self.engine.bindings:
             self.engine.fetch_optimizer_state(binding)
             binding.state_on_device = False
         self.exposed = True

@@ -57,7 +57,7 @@ class ModelCall:
             _set_training(modules, [training for _, training in self.mode[0]])
             written = self.written
             given = engine.guards.given(written.before | inputs, (*written.tensors, *written.others, *written.numbers), written.values)
-            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants():
+            with engine.direct_calls(), engine.guards.caches_kept(), engine.guards.as_held(written.held), given, self._constants(), engine.guards.types:
                 args, kwargs = as_numbers(args, kwargs, engine.guards.asked)
                 result = engine.model.get_submodule(self.path)(*args, **kwargs)
                 return result, engine.guards.read(written.tensors), given_back((args, kwargs)) if written.fills else ()

@@ -48,9 +48,9 @@ class OtherState:
 
 @dataclasses.dataclass
 class Binding:
-    """One optimizer of a compiled model."""
+    """One optimizer of a compiled model, which lives as long as the loop keeps it: its hooks and its state hold this."""
 
-    optimizer: torch.optim.Optimizer
+    reference: weakref.ref[torch.optim.Optimizer]
     names: tuple[str, ...]  # of its parameters, in order of the groups
     by_torch: str | None = None  # why PyTorch runs its step; None: the step is compiled
     misfit: Handle | None = None  # a parameter that has got another form than its state: why PyTorch runs it
@@ -64,9 +64,22 @@ class Binding:
     guards: OptimizerGuards | None = None  # what the code of its step reads, where it is not torch's own
     _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Raises:
+            LoopError: the loop has let it go, and asks for its state.
+        """
+        optimizer = self.reference()
+        if optimizer is None:
+            raise LoopError("this is the state of an optimizer that is gone: keep the optimizer, or its state_dict()")
+        return optimizer
+
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
-        return (id(self.optimizer), type(self.optimizer), self.names, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
+        own = None if is_separable(self.optimizer) else id(self.optimizer)  # code of the user's may do other things by attributes that are no settings
+        return (own, type(self.optimizer), self.names, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
 
     @property
     def kind(self) -> str:
@@ -261,12 +274,12 @@ def parameter_names(engine: "Engine", optimizer: torch.optim.Optimizer) -> tuple
 
 def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
     """Tie an optimizer to the compiled model whose parameters it holds."""
-    binding = Binding(optimizer, parameter_names(engine, optimizer)[0])
+    binding = Binding(weakref.ref(optimizer), parameter_names(engine, optimizer)[0])
     owner = weakref.ref(engine)
 
     def fetch(*_):
         if (alive := owner()) is not None and not alive.capturing and not binding.copies:
-            alive.fetch_optimizer_state(binding)
+            alive.fetch_optimizer_state(binding)  # asks for the optimizer
 
     def forget_state(_optimizer):
         binding.state_on_device, binding.given_out = False, True

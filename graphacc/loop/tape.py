@@ -596,6 +596,8 @@ class Tape:
             raise NotRecorded(str(error)) from error
         if recorder is not None:
             self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
+        if self.engine.is_model(function):
+            self._check_own(result[0])
         leaves, result_spec = objects.flatten(result)
         fills = result[2] if self.engine.is_model(function) else ()
         if self.engine.is_model(function) and any(isinstance(leaf, Iterator) for leaf in leaves):
@@ -656,6 +658,23 @@ class Tape:
         )
         self._keep_variant(variants, reads, call)
         return call
+
+    def _check_own(self, result: object) -> None:
+        """What the model returns is made by the call, for a program makes it anew.
+
+        Raises:
+            NotRecorded: it has a list, a dict or a tensor in it that the model's code keeps, into which the loop may write.
+        """
+        guards, inside = self.engine.guards, [result]
+        while inside:
+            found = inside.pop()
+            if isinstance(found, Tensor):
+                if id(found) in guards.constants:
+                    raise NotRecorded(f"it returns a tensor of shape {list(found.shape)} that its code has in a variable: return a .clone() of it")
+            elif isinstance(found, (list, tuple, dict)):
+                if guards.holds(found):
+                    raise NotRecorded(f"it returns a {type(found).__name__} that its code has in a variable: return a copy of it")
+                inside += found.values() if isinstance(found, dict) else found
 
     def _outside(self, function: Callable, given: list[tuple]) -> "list[tuple[Tensor, External | Param]]":
         """The fake tensors of what a call may give back: its arguments, and the parameters and buffers of the model."""

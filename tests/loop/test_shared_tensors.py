@@ -180,7 +180,7 @@ def test_state_that_nobody_holds_stays_on_the_devices():
         step(model, optimizer, x, y)
     held = optimizer.state_dict()
     copy.deepcopy(held)
-    (binding,) = model._graphacc_engine.bindings.values()
+    (binding,) = model._graphacc_engine.bindings
     for x, y in given[2:4]:
         step(model, optimizer, x, y)
         assert binding.copies  # fetched after the step
