@@ -124,7 +124,7 @@ class Promise(Tensor):
 
     def as_subclass(self, cls: type) -> Tensor:
         """As `Tensor.as_subclass`, which calls no torch function."""
-        return run_function(_as_subclass, (self, cls), {})
+        return typing.cast(Tensor, run_function(_as_subclass, (self, cls), {}))
 
     def bind(self, tape: "Tape", index: int) -> None:
         """Stand for a value of `tape`."""

@@ -2225,6 +2225,7 @@ def test_an_average_of_another_model_between_its_calls():
     assert losses(True) == pytest.approx(losses(False), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.13, once in a process
 @pytest.mark.parametrize("where", ["made", "buffer"])
 def test_sparse_tensors_are_pytorchs(where):
     """Made in a forward from what takes a gradient, one ended the process; as a buffer it was an error of torch's."""

@@ -49,7 +49,7 @@ class Rewrites(TorchFunctionMode):
             func = torch.linalg.inv
         if func in _STRIDED and _is_lazy(args[0]):
             raise CaptureError(_NO_STRIDES)
-        if func in _ADDRESSES and _is_lazy(args[0]):
+        if func in _ADDRESSES and any(map(_is_lazy, args[:1])):
             raise CaptureError(f"{func.__name__}() asks where a tensor lies in memory, which lazy tensors do not know: compare tensors with `is`, or by their values")
         if func in _PRODUCTS and not kwargs and _has_batch_dims(*args):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
