@@ -31,7 +31,7 @@ from graphacc.capture.own_code import asks_for_types, globals_of, is_library_obj
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, kept_by_cache, leaves_of, owner_of, refill, snapshot
 from graphacc.capture.shown_types import Shown, ShownTypes
 from graphacc.errors import CaptureError
-from graphacc.loop import trees
+from graphacc.loop import told, trees
 from graphacc.loop.mixed import Mixin
 from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted, prints_said
 from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots, kind_of, numbers_changed
@@ -94,6 +94,7 @@ class Guards:
         self._outside_before: dict[int, tuple[nn.Module, dict]] = {}  # the attributes of those that were met in this run, before
         self._words: set[str] = set()  # names and texts in the code that was followed, in this run,
         self.words: set[str] = set()  # and ever
+        self.asked_of_tensors = told.AskedOfTensors()
         self._arguments: dict[object, list] = {}  # code -> functions that the loop has passed
         self._settled = 0  # plain attributes of objects that captures have changed
         self._rounds = 0  # of captures in a row that did
@@ -379,7 +380,9 @@ class Guards:
                 yield
                 finished = True
             finally:
-                self.words |= self._words
+                if not self._words <= self.words:
+                    self.words |= self._words
+                    self.asked_of_tensors = told.AskedOfTensors.of(self.words)
                 for label, tensor in described:
                     for name in attributes_of(tensor).keys() & self._words:
                         self._note(tensor, vars(tensor), f"model.{label}", name, vars(tensor)[name])

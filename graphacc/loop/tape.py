@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
-from graphacc.capture.borrow import TensorsNow, attributes_of
+from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.capture.python_state import version_of
 from graphacc.capture.randomness import streams_from
 from graphacc.errors import CaptureError, LoopError
-from graphacc.loop import trees
+from graphacc.loop import told, trees
 from graphacc.loop.arguments import check_apart
 from graphacc.loop.bounds import Bound
 from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder, memory_of
@@ -42,19 +42,6 @@ if typing.TYPE_CHECKING:
     from graphacc.loop.regions import Region
 
 
-_STRIDES, _MEMORY = frozenset({"is_contiguous", "stride"}), frozenset({"as_strided", "data_ptr", "storage_offset", "untyped_storage"})
-"""Methods that tell of a tensor's strides, and of the memory around it; in a program tensors are contiguous, and have memory of their own."""
-_TOLD: dict[str, Callable[[Tensor], bool]] = {
-    **dict.fromkeys(("grad_fn", "is_leaf", "requires_grad"), lambda tensor: tensor.requires_grad),
-    "_base": lambda tensor: tensor._is_view(),
-    "grad": lambda tensor: tensor.is_leaf and tensor.grad is not None,
-    "is_shared": lambda tensor: tensor.is_shared(),
-    "Parameter": lambda tensor: isinstance(tensor, nn.Parameter),
-    "_version": lambda tensor: version_of(tensor) > 0,
-}
-"""What code may ask of a tensor besides its values -> whether one that the loop gives has another answer than a program's."""
-_PLAIN_INSIDE = ("torchvision.", "monai.", "fastai.", "tensordict.")
-"""Libraries with subclasses of Tensor whose operators are those of tensors; what they carry besides is for the loop."""
 MAX_QUESTIONED = 64
 """Calls, by the shapes of their arguments, whose answers are remembered."""
 
@@ -208,7 +195,7 @@ class Tape:
             if isinstance(call, Call) and call.bounds:
                 self._check_bounds(call.bounds)
             if self.engine.is_model(function):
-                self._check_plain(given)
+                told.check_given(given, self.engine.guards)
                 if isinstance(call, Call) and typing.cast("ModelCall", call.function).written.fills:
                     check_apart(args, self.engine.guards.holds)
         except BaseException as error:
@@ -440,31 +427,6 @@ class Tape:
         self.external_paths.append(f"derived from the batch #{index}")
         return External(index)
 
-    def _check_plain(self, given: Sequence) -> None:
-        """What the loop gives is seen by its values alone.
-
-        Raises:
-            NotRecorded: the model's code may ask a tensor for something else: an attribute that the loop has given it, its layout in memory, which is no usual one, what autograd
-                keeps of it, its class, or whether it is one that the code holds itself.
-        """
-        guards = self.engine.guards
-        strides, memory, told = guards.words & (_STRIDES | _MEMORY), guards.words & _MEMORY, guards.words & _TOLD.keys()
-        for leaf in given:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
-                kind = type(leaf)
-                if kind is not Tensor and not issubclass(kind, nn.Parameter) and not kind.__module__.startswith(_PLAIN_INSIDE):
-                    if "__torch_function__" in {name for base in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(base)}:
-                        raise LoopError(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is a {kind.__name__}, whose __torch_function__ the model's parameters do not reach: pass its .as_subclass(torch.Tensor)")
-                    raise NotRecorded(f"a tensor that the loop gives is a {kind.__name__}, which a program does not have: pass its .as_subclass(torch.Tensor)")
-                if id(leaf) in guards.constants:
-                    raise NotRecorded(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is one that the model's code has in a variable, and it may ask whether it is")
-                if names := attributes_of(leaf).keys() & guards.words:
-                    raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
-                if names := [word for word in told if _TOLD[word](leaf)]:
-                    raise NotRecorded(f"its code may ask for {min(names)} of a tensor that the loop gives, of shape {list(leaf.shape)}, for which a program has another answer")
-                if strides and (not leaf.is_contiguous() or (memory and leaf.untyped_storage().nbytes() != leaf.numel() * leaf.itemsize)):
-                    raise NotRecorded(f"its code may ask for {min(strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
-
     def _check_bounds(self, bounds: Sequence[Bound]) -> None:
         """Check indices in the batch.
 
@@ -597,7 +559,7 @@ class Tape:
         if recorder is not None:
             self._check_bounds([bound for bound in recorder.bounds if not bound.every_call])
         if self.engine.is_model(function):
-            self._check_own(result[0])
+            told.check_returned(result[0], self.engine.guards)
         leaves, result_spec = objects.flatten(result)
         fills = result[2] if self.engine.is_model(function) else ()
         if self.engine.is_model(function) and any(isinstance(leaf, Iterator) for leaf in leaves):
@@ -658,23 +620,6 @@ class Tape:
         )
         self._keep_variant(variants, reads, call)
         return call
-
-    def _check_own(self, result: object) -> None:
-        """What the model returns is made by the call, for a program makes it anew.
-
-        Raises:
-            NotRecorded: it has a list, a dict or a tensor in it that the model's code keeps, into which the loop may write.
-        """
-        guards, inside = self.engine.guards, [result]
-        while inside:
-            found = inside.pop()
-            if isinstance(found, Tensor):
-                if id(found) in guards.constants:
-                    raise NotRecorded(f"it returns a tensor of shape {list(found.shape)} that its code has in a variable: return a .clone() of it")
-            elif isinstance(found, (list, tuple, dict)):
-                if guards.holds(found):
-                    raise NotRecorded(f"it returns a {type(found).__name__} that its code has in a variable: return a copy of it")
-                inside += found.values() if isinstance(found, dict) else found
 
     def _outside(self, function: Callable, given: list[tuple]) -> "list[tuple[Tensor, External | Param]]":
         """The fake tensors of what a call may give back: its arguments, and the parameters and buffers of the model."""

@@ -31,6 +31,7 @@ _NO_STRIDES = (
     'unfold, slices, expand or index_select, or choose capture="fx"'
 )
 _ADDRESSES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage})
+_NO_ADDRESS = "the code asks where a tensor lies in memory (data_ptr, storage), which lazy tensors do not know: compare tensors with `is`, or by their values"
 
 
 class Rewrites(TorchFunctionMode):
@@ -47,10 +48,9 @@ class Rewrites(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func in _INVERSES:
             func = torch.linalg.inv
-        if func in _STRIDED and _is_lazy(args[0]):
-            raise CaptureError(_NO_STRIDES)
-        if func in _ADDRESSES and any(map(_is_lazy, args[:1])):
-            raise CaptureError(f"{func.__name__}() asks where a tensor lies in memory, which lazy tensors do not know: compare tensors with `is`, or by their values")
+        refused = _NO_STRIDES if func in _STRIDED else _NO_ADDRESS if func in _ADDRESSES else None
+        if refused is not None and _is_lazy(args[0]):
+            raise CaptureError(refused)
         if func in _PRODUCTS and not kwargs and _has_batch_dims(*args):
             batch = _BATCH_DIMS[: args[0].dim() - 2]
             return torch.einsum(f"{batch}xy,{batch}yz->{batch}xz", *args)

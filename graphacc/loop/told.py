@@ -1,0 +1,101 @@
+"""What a forward may ask of a tensor besides its values, for which a program has another answer; such calls are left to PyTorch."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence, Set
+
+from torch import Tensor, nn
+
+from graphacc.capture.borrow import attributes_of
+from graphacc.capture.python_state import version_of
+from graphacc.errors import LoopError
+from graphacc.loop.managed import handle_of
+from graphacc.loop.promise import NotRecorded, Promise
+
+if typing.TYPE_CHECKING:
+    from graphacc.loop.guards import Guards
+
+_STRIDES = frozenset({"is_contiguous", "stride"})
+_MEMORY = frozenset({"as_strided", "data_ptr", "storage_offset", "untyped_storage"})
+"""Methods that tell of the memory around a tensor; in a program each has memory of its own, and is contiguous."""
+_TOLD: dict[str, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(("grad_fn", "is_leaf", "requires_grad"), lambda tensor: tensor.requires_grad),
+    "_base": lambda tensor: tensor._is_view(),
+    "grad": lambda tensor: tensor.is_leaf and tensor.grad is not None,
+    "is_shared": lambda tensor: tensor.is_shared(),
+    "Parameter": lambda tensor: isinstance(tensor, nn.Parameter),
+    "_version": lambda tensor: version_of(tensor) > 0,
+}
+"""Other names -> whether a tensor that the loop gives has another answer than a program's."""
+_PLAIN_INSIDE = ("torchvision.", "monai.", "fastai.", "tensordict.")
+"""Libraries with subclasses of Tensor whose operators are those of tensors; what they carry besides is for the loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedOfTensors:
+    """The words of the user's code that ask something of tensors.
+
+    Args:
+        words: all names and texts in the code.
+    """
+
+    strides: Set[str] = frozenset()
+    memory: Set[str] = frozenset()
+    others: Set[str] = frozenset()
+
+    @classmethod
+    def of(cls, words: set[str]) -> "AskedOfTensors":
+        return cls(words & (_STRIDES | _MEMORY), words & _MEMORY, words & set(_TOLD))
+
+
+def check_given(leaves: Sequence, guards: "Guards") -> None:
+    """What the loop gives is seen by its values alone.
+
+    Raises:
+        NotRecorded: the code may ask a tensor for something else: an attribute that the loop has given it, its layout in memory, which is no usual one, what autograd keeps
+            of it, its class, or whether it is one that the code holds itself.
+        LoopError: a tensor has operators of its own.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
+            if type(leaf) is not Tensor:
+                _check_class(leaf)
+            if id(leaf) in guards.constants:
+                raise NotRecorded(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is one that the model's code has in a variable, and it may ask whether it is")
+            if vars(leaf) and (names := attributes_of(leaf).keys() & guards.words):
+                raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
+            asked = guards.asked_of_tensors
+            if names := [word for word in asked.others if _TOLD[word](leaf)]:
+                raise NotRecorded(f"its code may ask for {min(names)} of a tensor that the loop gives, of shape {list(leaf.shape)}, for which a program has another answer")
+            if asked.strides and (not leaf.is_contiguous() or (asked.memory and leaf.untyped_storage().nbytes() != leaf.numel() * leaf.itemsize)):
+                raise NotRecorded(f"its code may ask for {min(asked.strides)}() of a tensor of shape {list(leaf.shape)}, which has strides {leaf.stride()} from {leaf.storage_offset()} on")
+
+
+def _check_class(tensor: Tensor) -> None:
+    kind = type(tensor)
+    if issubclass(kind, nn.Parameter) or kind.__module__.startswith(_PLAIN_INSIDE):
+        return
+    if any("__torch_function__" in vars(base) for base in kind.__mro__[: kind.__mro__.index(Tensor)]):
+        raise LoopError(
+            f"a tensor that the loop gives, of shape {list(tensor.shape)}, is a {kind.__name__}, whose __torch_function__ the model's parameters do not reach: pass its "
+            ".as_subclass(torch.Tensor)"
+        )
+    raise NotRecorded(f"a tensor that the loop gives is a {kind.__name__}, which a program does not have: pass its .as_subclass(torch.Tensor)")
+
+
+def check_returned(result: object, guards: "Guards") -> None:
+    """What the model returns is made by the call, for a program makes it anew.
+
+    Raises:
+        NotRecorded: it has a list, a dict or a tensor in it that the model's code keeps, into which the loop may write.
+    """
+    inside = [result]
+    while inside:
+        found = inside.pop()
+        if isinstance(found, Tensor):
+            if id(found) in guards.constants:
+                raise NotRecorded(f"it returns a tensor of shape {list(found.shape)} that its code has in a variable: return a .clone() of it")
+        elif isinstance(found, (list, tuple, dict)):
+            if guards.holds(found):
+                raise NotRecorded(f"it returns a {type(found).__name__} that its code has in a variable: return a copy of it")
+            inside += found.values() if isinstance(found, dict) else found
