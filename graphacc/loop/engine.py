@@ -121,7 +121,7 @@ class Engine:
         self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
         self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads
-        self._bindings: weakref.WeakValueDictionary[int, Binding] = weakref.WeakValueDictionary()  # by the id of the optimizer
+        self._bindings: weakref.WeakKeyDictionary[torch.optim.Optimizer, Binding] = weakref.WeakKeyDictionary()  # of the optimizers that have stepped
         self.keys = RandomKeys(options.seed, follows=options.follows_torch, chosen=options.seed_is_chosen)
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
@@ -839,13 +839,13 @@ class Engine:
     @property
     def bindings(self) -> list[Binding]:
         """Of the optimizers that have stepped, and that the loop still has."""
-        return [binding for binding in self._bindings.values() if binding.reference() is not None]
+        return list(self._bindings.values())
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""
-        binding = self._bindings.get(id(optimizer))
-        if binding is None or binding.reference() is not optimizer:
-            binding = self._bindings[id(optimizer)] = bind(self, optimizer)
+        if optimizer not in self._bindings:
+            self._bindings[optimizer] = bind(self, optimizer)
+        binding = self._bindings[optimizer]
         names, strangers = parameter_names(self, optimizer)  # groups can be added
         if binding.state_on_device and (left := set(binding.names) - set(names)):
             self._bring_state_home(binding, left)

@@ -110,7 +110,7 @@ class Guards:
         self._newest: nn.Module | None = None  # of which the last run has found a tensor
         self._dicts: dict[int, tuple[dict, tuple, str]] = {}  # dicts of objects that were read as a whole, the names in them before, and whose they are
         self._attributes: dict[int, tuple[types.FunctionType | types.ModuleType, frozenset[str]]] = {}  # functions and files that were followed, and the names of their attributes before
-        self.constants: set[int] = set()  # ids of tensors in variables, which their places keep alive
+        self._constants: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # tensors in variables, by their ids
         self._class_names: dict[type, set[str]] = {}  # of classes, that are guarded
         self._reached: dict[int, object] = {}  # objects of the user's that the code has found, in this run
         self._made: dict[int, object] = {}  # and those that it has made
@@ -283,6 +283,10 @@ class Guards:
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is among the values that are guarded: another one, or a write into it, asks for another capture."""
         return any(leaf is tensor for place in self._places.values() for leaf in leaves_of(place.held.values))
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is, or was, in a variable that the code reads."""
+        return self._constants.get(id(tensor)) is tensor
 
     def holds(self, container: object) -> bool:
         """Whether a container is among the values that were read, or in one of them."""
@@ -672,7 +676,7 @@ class Guards:
             )
         place = self._place(owner, table, label)
         place.note(name, value)
-        self.constants |= {id(leaf) for leaf in leaves_of([value]) if isinstance(leaf, Tensor)}
+        self._constants.update((id(leaf), leaf) for leaf in leaves_of([value]) if isinstance(leaf, Tensor))
         if isinstance(value, enum.Enum) and is_user_class(type(value)):
             for inside in [inside for inside in vars(value) if not inside.startswith("_")]:
                 self._place(value, vars(value), str(value)).note(inside, vars(value)[inside])

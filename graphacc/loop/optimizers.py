@@ -48,7 +48,7 @@ class OtherState:
 
 @dataclasses.dataclass
 class Binding:
-    """One optimizer of a compiled model, which lives as long as the loop keeps it: its hooks and its state hold this."""
+    """One optimizer of a compiled model, which lives as long as the loop keeps it."""
 
     reference: weakref.ref[torch.optim.Optimizer]
     names: tuple[str, ...]  # of its parameters, in order of the groups
@@ -79,7 +79,8 @@ class Binding:
     def key(self) -> tuple:
         """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
         own = None if is_separable(self.optimizer) else id(self.optimizer)  # code of the user's may do other things by attributes that are no settings
-        return (own, type(self.optimizer), self.names, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
+        sizes = tuple(len(group["params"]) for group in self.optimizer.param_groups)
+        return (own, type(self.optimizer), self.names, sizes, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
 
     @property
     def kind(self) -> str:

@@ -60,7 +60,7 @@ def check_given(leaves: Sequence, guards: "Guards") -> None:
         if isinstance(leaf, Tensor) and not isinstance(leaf, Promise) and handle_of(leaf) is None:
             if type(leaf) is not Tensor:
                 _check_class(leaf)
-            if id(leaf) in guards.constants:
+            if guards.is_constant(leaf):
                 raise NotRecorded(f"a tensor that the loop gives, of shape {list(leaf.shape)}, is one that the model's code has in a variable, and it may ask whether it is")
             if vars(leaf) and (names := attributes_of(leaf).keys() & guards.words):
                 raise NotRecorded(f"a tensor that the loop gives has an attribute {min(names)!r}, which the model's code may read")
@@ -93,7 +93,7 @@ def check_returned(result: object, guards: "Guards") -> None:
     while inside:
         found = inside.pop()
         if isinstance(found, Tensor):
-            if id(found) in guards.constants:
+            if guards.is_constant(found):
                 raise NotRecorded(f"it returns a tensor of shape {list(found.shape)} that its code has in a variable: return a .clone() of it")
         elif isinstance(found, (list, tuple, dict)):
             if guards.holds(found):

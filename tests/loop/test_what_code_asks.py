@@ -257,6 +257,23 @@ def test_optimizers_are_let_go_and_share_programs():
     gc.collect()
 
 
+def test_optimizers_whose_groups_are_cut_elsewhere():
+    """The same parameters in the same order, and the same settings but for the rates of the groups: which parameter has which rate is no secret of the program."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = compiled(copy.deepcopy(reference), None)
+    for one in (reference, model):
+        torch.manual_seed(1)
+        parameters = list(one.parameters())
+        for cut in (1, 3, 2):
+            optimizer = torch.optim.SGD([{"params": parameters[:cut], "lr": 0.1}, {"params": parameters[cut:], "lr": 0.01}])
+            one(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for got, expected in zip(model.parameters(), reference.parameters()):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_a_number_by_position_in_one_call_and_by_name_in_the_other(caplog):
     """As gradient reversal is often written."""
 
