@@ -430,7 +430,8 @@ def trained(model: nn.Module, optimizer_class: type) -> tuple[list, list[torch.T
 
 VARIANTS = (
     *(CountedFromOne, CounterOfClass, CounterOfObject, ById, OwnListOfParameters, HiddenAttributeOfOne, ListOfBuffers, TensorReplaced, ListOfGroupGrows),
-    *(CountedByTheFirst, GlobalCounter, ArrayInPlace, ListGrows, ByParameter),
+    *(CountedByTheFirst, GlobalCounter, ArrayInPlace, ListGrows, ByParameter, TensorInGroup, BuffersByParameter, SettingOfParameter, LooksThroughState),
+    *(FirstStepIsAnother, Returns, ReplacesData, ScalesGradients, Doubled, PullsToItsStart, AverageFromTheFirst),
 )
 """Others do the same in another way."""
 

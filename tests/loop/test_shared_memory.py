@@ -76,10 +76,11 @@ def train(write: str, when: str, *, reads: bool, compiled: bool) -> tuple[list[f
 
 
 FACTORS = list(WRITES), ("after the step", "before the step"), (True, False)
+DIFFERENT = ("mul", "rows", "flat", "numpy", "dlpack")  # the others write in ways that these have, too
 POSSIBLE = [case for case in itertools.product(*FACTORS) if case[:2] != ("output", "before the step")]  # backward has used it
 
 
-@pytest.mark.parametrize(("write", "when", "reads"), with_matrix(POSSIBLE, [case for case in each_once(*FACTORS) if case in POSSIBLE] + [("output", "after the step", True)]))
+@pytest.mark.parametrize(("write", "when", "reads"), with_matrix(POSSIBLE, [case for case in each_once(*FACTORS) if case in POSSIBLE and case[0] in DIFFERENT] + [("output", "after the step", True)]))
 def test_a_write_is_seen_in_all_results_of_the_memory(write: str, when: str, reads: bool):
     expected, found = (train(write, when, reads=reads, compiled=compiled) for compiled in (False, True))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
