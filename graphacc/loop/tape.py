@@ -271,12 +271,21 @@ class Tape:
         if template is not None and place < len(template.calls):
             before = template.calls[place]
             if _same_code(before.function, function) and before.spec == spec:
-                engine.varying_numbers |= {(place, function, i) for i in found if type(before.leaves[i]) is type(leaves[i]) and before.leaves[i] != leaves[i]}
+                changed = [i for i in found if type(before.leaves[i]) is type(leaves[i]) and before.leaves[i] != leaves[i]]
+                engine.varying_numbers |= {(place, function, i) for i in changed if not self._is_length(before.leaves[i], leaves[i])}
         varying = {key: i for i in found if (key := (place, function, i)) in engine.varying_numbers}
         for key in varying.keys() & engine.fixed_numbers:
             if engine.number_streaks.note(key, leaves[varying[key]]) and engine.options.capture == "auto":
                 raise NotRecorded(PER_VALUE.format(f"among the arguments of {_name(function)}"))
         return {i for key, i in varying.items() if key not in engine.fixed_numbers}
+
+    def _is_length(self, before: object, now: object) -> bool:
+        """Whether a number follows the length of the batch, as ``len(x) * x.shape[1]`` does: where lengths are bucketed, a bucket's program has it."""
+        template = self.engine.template
+        if self.engine.buckets is None or template is None or not (isinstance(before, int) and isinstance(now, int)):
+            return False
+        shapes = zip(template.sources, self.sources)
+        return any(one != other and before * other == now * one for old, new in shapes if old.dim() == new.dim() for one, other in zip(old.shape, new.shape))
 
     def _check_like(self, call: "Call | _Plain", function: Callable) -> None:
         """A number that became an input must not change the results' shapes and dtypes."""
