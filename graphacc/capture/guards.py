@@ -5,6 +5,7 @@ import functools
 import logging
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -117,18 +118,19 @@ def _torch_state() -> bytes:
 
 
 def _refused(name: str) -> Callable:
-    original = getattr(torch.random, name)
+    original, thread = getattr(torch.random, name), threading.get_ident()
 
     @functools.wraps(original)
     def called(*args, **kwargs):
-        if not is_user_file(sys._getframe(1).f_code.co_filename):  # such as torch's own checkpoints, which keep the generator as it was
+        if threading.get_ident() != thread or not is_user_file(sys._getframe(1).f_code.co_filename):  # such as torch's own checkpoints, which keep the generator as it was
             return original(*args, **kwargs)
         raise CaptureError(f"the forward calls torch.{name}, and a program does not draw from torch's generator: set it in the loop, or draw outside of the model and pass the numbers in")
 
+    called.refused = True  # type: ignore[attr-defined]
     return called
 
 
-_REFUSED = {name: _refused(name) for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")}
+_SEEDS = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")
 
 
 @contextlib.contextmanager
@@ -138,7 +140,8 @@ def no_python_randomness() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state() if numpy else (), _torch_state()
     drawn = []
     try:
-        with patched(torch, **_REFUSED), patched(torch.random, **_REFUSED):
+        refused = {name: _refused(name) for name in _SEEDS if not hasattr(getattr(torch.random, name), "refused")}  # captures in captures refuse once
+        with patched(torch, **refused), patched(torch.random, **refused):
             yield
     finally:  # PyTorch's own run, or the next capture, draws them again
         if random.getstate() != python_state:
@@ -147,7 +150,7 @@ def no_python_randomness() -> Iterator[None]:
         if numpy and any(not numpy.array_equal(now, before) for now, before in zip(numpy.random.get_state(), numpy_state, strict=True)):
             numpy.random.set_state(numpy_state)
             drawn.append("numpy.random")
-        if _torch_state() != torch_state:
+        if threading.active_count() == 1 and _torch_state() != torch_state:  # another thread may draw its batches
             with without_modes(), torch._C.DisableTorchFunction():
                 torch.default_generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
             drawn.append("torch's generator by itself, or seeds it,")

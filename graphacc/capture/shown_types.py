@@ -10,6 +10,8 @@ class _Builtin(type):
     """The class of `Shown`, which is called, asked and compared as the builtin is."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not Shown:  # a class of classes that the user's code makes
+            return super().__call__(*args, **kwargs)
         return _class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
     def __instancecheck__(cls, value: object) -> bool:

@@ -42,6 +42,7 @@ log = logging.getLogger("graphacc")
 _CACHED = functools._lru_cache_wrapper
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _REFLECTION = {"vars", "dir", "getattr", "__dict__"}
+_EVERY_NAME = "*"
 _REGISTER = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_prehook"}
 MAX_REWRITTEN = 8
 """Changes of a variable's tensor, each of which is another capture."""
@@ -351,7 +352,8 @@ class Guards:
             CaptureError: the code inside changed Python state other than attributes of the model's modules, which is restored.
         """
         paths = {id(module): f"model.{path}" if path else "model" for path, module in self.model.named_modules()}
-        copied = {id(module._parameters): paths[id(module)] for module in self.model.modules()}  # a shallow copy of a module has its tables
+        copied = {id(vars(module).get("_parameters")): paths[id(module)] for module in self.model.modules()}  # a shallow copy of a module has its tables
+        copied.pop(id(None), None)
         self._noted = []
         self._words.clear()
         self._outside_before.clear()
@@ -382,7 +384,7 @@ class Guards:
                     self._note_argument(leaf)
             try:
                 yield
-                finished = True
+                finished, self._newest = True, None
             finally:
                 if not self._words <= self.words:
                     self.words |= self._words
@@ -408,11 +410,12 @@ class Guards:
         """Names that the code has added or taken away where it does not write an attribute: in the dict of an object, of a function, and in the environment, which is restored."""
         changed = [f"the names in the dict of {label}" for table, names, label in self._dicts.values() if tuple(table) != names]
         for owner, before in self._attributes.values():  # other values of the old ones are noticed as those of variables are
-            if new := [name for name, value in vars(owner).items() if name not in before and value is not Shown]:
+            new = [name for name, value in vars(owner).items() if name not in before and value is not Shown]
+            if new := [name for name in new if not name.startswith("__") and not isinstance(vars(owner)[name], types.ModuleType)]:  # nor what a warning or an import leaves
                 for name in new:
                     delattr(owner, name)
                 changed.append(f"{owner.__name__}.{new[0]}, which is new")
-        if written := [name for name in {**os.environ, **environment} if os.environ.get(name) != environment.get(name)]:
+        if written := [name for name in {**os.environ, **environment} if name in self._words and os.environ.get(name) != environment.get(name)]:  # libraries set some when they are loaded
             for name in written:
                 if name in environment:
                     os.environ[name] = environment[name]
@@ -546,6 +549,9 @@ class Guards:
         if table is None or isinstance(found, property) or (id(owner), name) in self._numbers_at:  # see `check_outside_kept`
             return
         place, before = self._place(owner, table, type(owner).__name__), table.get(name, MISSING)
+        if before is MISSING and id(table) in self._dicts:
+            held, names, label = self._dicts[id(table)]
+            self._dicts[id(table)] = held, (*names, name), label
         if isinstance(value, PLAIN):  # it may stay, and is guarded
             place.note(name, before)
         self._noted.append((place, name, before, ()))
@@ -793,8 +799,8 @@ class Guards:
         if is_user_class(cls) and cls not in self._class_names:
             self._note(cls, Attributes(cls), cls.__name__, "__bases__", cls.__bases__)
         known = self._class_names.setdefault(cls, {"__getattribute__"})  # which is exchanged while reads are noted
-        if names & _REFLECTION and is_user_class(cls) and not known >= _REFLECTION:
-            known |= _REFLECTION
+        if names & _REFLECTION and is_user_class(cls) and _EVERY_NAME not in known:
+            known.add(_EVERY_NAME)
             names = names | {name for base in cls.__mro__ if is_user_class(base) for name in vars(base) if not name.startswith("__")}
         if issubclass(cls, torch.autograd.Function) and is_user_class(cls):
             self._note_differentiated(cls)

@@ -1075,7 +1075,7 @@ def _asked(name: str) -> Callable:
     return lambda opaque, *_: opaque.__getattr__(name)
 
 
-for _name_of_method in ("__iter__", "__next__", "__len__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__call__", "__enter__", "__add__", "__or__", "__int__", "__float__"):
+for _name_of_method in ("__iter__", "__len__", "__contains__", "__getitem__", "__setitem__", "__delitem__"):
     setattr(Opaque, _name_of_method, _asked(_name_of_method))
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import threading
 import types
 import weakref
 
@@ -20,6 +21,8 @@ from graphacc.errors import LoopError
 KNOWN = torch.ones(8, 4)
 VALUES = {KNOWN: 3.0}
 SETTINGS = types.ModuleType("settings")
+OWN = types.ModuleType("own")
+OWN.gain = 2.0
 
 
 class Plain(Tensor):
@@ -76,6 +79,27 @@ def is_plain(x):
 
 def asks_by_default(m, h, x, ask=is_plain):
     return h * 2 if ask(h) else h
+
+
+def metaclass_inside(m, h, x):
+    class Meta(type):
+        def __call__(cls, *args):
+            return super().__call__(*args)
+
+    class Made(metaclass=Meta):
+        gain = 3.0
+
+    return h * Made().gain if type(h) is Tensor else h
+
+
+def imports_and_warns(m, h, x):
+    """Both leave names in files: those that Python itself puts there are no state of the code."""
+    OWN.__dict__.setdefault("__warningregistry__", {})
+    OWN.late = OWN.__dict__.get("late") or types.ModuleType("late")
+    return h * OWN.gain
+
+
+TEACHERS = [nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4).requires_grad_(False)]
 
 
 def new_module(m, h, x):
@@ -144,6 +168,8 @@ CASES = {
     "type, by a table": (lambda m, h, x: {Tensor: lambda y: y * 3}.get(type(h), lambda y: y)(h), SAME),
     "type, in a default": (asks_by_default, SAME),
     "type, otherwise": (lambda m, h, x: type("Made", (), {"gain": 3.0})().gain * h if isinstance(type(h), type) and not isinstance(h, type) else h, SAME),
+    "type, for a metaclass": (metaclass_inside, SAME),
+    "names that Python leaves in a file": (imports_and_warns, SAME),
     "a copy of a module": (lambda m, h, x: copy.copy(m.linear)(h), SAME),
     "a deep copy of a module": (lambda m, h, x: copy.deepcopy(m.linear)(h), SAME),
     "a new module": (new_module, SAME),
@@ -235,6 +261,48 @@ def test_gradients_that_the_forward_keeps():
         torch.manual_seed(1)
         one(torch.randn(8, 4)).pow(2).mean().backward()
     assert torch.allclose(model.activation.grad, reference.activation.grad)
+
+
+def test_teachers_that_take_turns():
+    """Each is found in a run of its own, by which neither is one that the forward makes."""
+    torch.manual_seed(0)
+    reference = Asking(lambda m, h, x: h - TEACHERS[len(x) % 2](x))
+    model = compiled(copy.deepcopy(reference), None)
+    for rows in (4, 5, 4, 5):
+        x = torch.randn(rows, 4)
+        assert torch.allclose(model(x).detach(), reference(x).detach(), atol=1e-6)
+    assert not model._graphacc_engine.by_pytorch.counts
+
+
+@LAZY
+def test_other_threads_seed_as_they_like():
+    """Seeding is refused in the code that is captured, and in no other thread."""
+    torch.manual_seed(0)
+    model, started, ended, errors = None, threading.Event(), threading.Event(), []
+
+    def work():
+        while not ended.is_set():
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(1)
+            except Exception as error:
+                errors.append(error)
+            started.set()
+
+    def waits(m, h, x):
+        started.clear()
+        assert started.wait(10)
+        return h
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        model = compiled(Asking(waits), None)
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors
 
 
 def test_optimizers_are_let_go_and_share_programs():
