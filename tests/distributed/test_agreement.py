@@ -87,12 +87,12 @@ def test_other_batches_and_seeds_raise_in_both_processes(what):
     ("what", "text"),
     [
         ("more", "process 1 compiles the forward program"),
-        ("steps", "process 0 has ended its script after 7 actions, but process 1 runs the step program"),
+        ("steps", "process 0 has ended its script after 8 actions, but process 1 runs the step program"),
     ],
 )
 @pytest.mark.matrix
 def test_one_program_more_and_one_step_more(what, text, tmp_path):
-    """Process 1 waits for process 0 in its fifth, or in its eighth action, for longer than it needs to hear of that."""
+    """Process 1 waits for process 0 in its sixth, or in its ninth action, for longer than it needs to hear of that."""
     started = start([JOB, "differing", what, str(tmp_path)], GRAPHACC_TIMEOUT=str(TIMEOUT))
     while not (tmp_path / "1").exists() and all(process.poll() is None for process in started):
         time.sleep(0.05)
