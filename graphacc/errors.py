@@ -29,6 +29,10 @@ class RowsCounted(CaptureError):
     """What the loop gives counts rows of the whole batch, of which a program has a microbatch."""
 
 
+class GradientRead(CaptureError):
+    """The forward reads the gradient of a parameter, which no program has before its backward, however it is captured."""
+
+
 class GraphError(GraphAccError):
     """A StepGraph breaks one of its invariants; the message names the node, and the pass when there is one."""
 

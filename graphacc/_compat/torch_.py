@@ -6,9 +6,10 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -191,6 +192,10 @@ def annotation():
     return torch.fx.traceback.current_meta.get("custom", {})
 
 
+PATCHING = threading.RLock()
+"""Held where a model is captured, or run by PyTorch in parts, and where its state on the devices changes or is read; one for all models, since `patched` is for the whole process."""
+
+
 @contextlib.contextmanager
 def patched(owner, **replacements):
     """Set attributes of a module or a class for the time of the block; names that it lacks are removed again."""
@@ -203,6 +208,17 @@ def patched(owner, **replacements):
     finally:
         for name, value in before.items():
             delattr(owner, name) if value is missing else setattr(owner, name, value)
+
+
+def in_this_thread(replacement: Callable, original: Callable) -> Callable:
+    """A function for `patched` that is `replacement` in the thread that makes it, and `original` in others, which know nothing of a capture."""
+    thread = threading.get_ident()
+
+    @functools.wraps(replacement)
+    def chosen(*args, **kwargs):
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return chosen
 
 
 def in_transform() -> bool:
@@ -301,7 +317,7 @@ def decided_branches(*, packed_sequences: bool, checkpointed=lambda policy: cont
         if has(probes.CHECKPOINTS):
             stack.enter_context(patched(checkpoint, **_checkpoints_run_once(checkpointed)))
         if masking is not None and not packed_sequences:
-            stack.enter_context(patched(masking, find_packed_sequence_indices=lambda position_ids: None))
+            stack.enter_context(patched(masking, find_packed_sequence_indices=in_this_thread(lambda position_ids: None, masking.find_packed_sequence_indices)))
         if experts is not None:
             stack.enter_context(patched(experts, _can_use_grouped_mm=lambda *args: False))
         if flex is not None and has(probes.FLEX_ATTENTION):
@@ -422,9 +438,10 @@ def _checkpoints_run_once(checkpointed) -> dict:
         with checkpointed(policy), contextlib.nullcontext() if policy is not None else forward:
             yield
 
-    found = {"CheckpointFunction": CheckpointFunction, "_checkpoint_without_reentrant_generator": generator}
+    CheckpointFunction.apply = staticmethod(in_this_thread(CheckpointFunction.apply, checkpoint.CheckpointFunction.apply))
     called = "_checkpoint_without_reentrant_generator_impl"  # by `checkpoint` since torch 2.15
-    return {**found, called: implementation} if hasattr(checkpoint, called) else found
+    functions = {"_checkpoint_without_reentrant_generator": generator, **({called: implementation} if hasattr(checkpoint, called) else {})}
+    return {"CheckpointFunction": CheckpointFunction, **{name: in_this_thread(function, getattr(checkpoint, name)) for name, function in functions.items()}}
 
 
 def _policy_of(context):

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphacc.ops  # noqa: F401  (registers graphacc::sdpa)
-from graphacc._compat.torch_ import patched
+from graphacc._compat.torch_ import in_this_thread, patched
 from graphacc.ops.flash_attention import flash_attention
 
 
@@ -78,5 +78,5 @@ def whole_attention():
     Two hooks, since each misses calls: the mode those nested inside torch's own functions (nn.MultiheadAttention), the
     rebound name those through a reference that was imported before.
     """
-    with patched(F, scaled_dot_product_attention=attention), _Intercept():
+    with patched(F, scaled_dot_product_attention=in_this_thread(attention, F.scaled_dot_product_attention)), _Intercept():
         yield

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from graphacc._compat.torch_ import caches_parametrizations, is_multi_grad_hook
+from graphacc._compat.torch_ import PATCHING, caches_parametrizations, is_multi_grad_hook
 from graphacc.capture import FX, objects
 from graphacc.capture.borrow import borrowed
 from graphacc.capture.guards import RunsTwice, no_python_randomness
@@ -125,7 +125,7 @@ class Engine:
         self.keys = RandomKeys(options.seed, follows=options.follows_torch, chosen=options.seed_is_chosen)
         self.steps = 0
         self.form = 0  # how often a parameter or buffer has got another dtype or shape: programs from before do not fit
-        self.lock = threading.RLock()  # held while the state on the devices changes, or is read
+        self.lock = PATCHING  # held while the state on the devices changes, or is read
         self.torch_steps: set[int] = set()  # ids of the optimizers whose own step runs: gradients have to be ordinary tensors
         self.losses = LossWatch(options.nan_loss)
         self.fallback = Fallback(options.capture, programs.strategy)

@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import types
 import typing
 import weakref
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphacc._compat.torch_ import patched
+from graphacc._compat.torch_ import in_this_thread, patched
 from graphacc.capture.borrow import attributes_of
 from graphacc.capture.diagnose import Passing
 from graphacc.capture.numbers import Asked, Number, Values, is_of_call, value_of
@@ -376,6 +377,8 @@ class Guards:
             stack.enter_context(self._observers_noted([*tables, everywhere["_global_forward_hooks"], everywhere["_global_forward_pre_hooks"]]))
             stack.enter_context(self.caches_kept())
             stack.enter_context(self.types)
+            if self.has_inputs:  # an optimizer's code reads gradients, and what the loop gives its parameters is looked at elsewhere
+                stack.enter_context(told.parameters_asked(self._note_absent_of_tensors))
             stack.enter_context(prints_said())
             stack.enter_context(files_noted(self._files.append))
             settled, finished, classes = self._settled, False, _Classes(self.model)
@@ -452,7 +455,7 @@ class Guards:
             with self.noting():
                 for function in own:
                     self._note_differentiated(function)
-                with self._observers_noted(tables), patched(nn.Module, __setattr__=self._noting_write(nn.Module.__setattr__)):
+                with self._observers_noted(tables), patched(nn.Module, __setattr__=in_this_thread(self._noting_write(nn.Module.__setattr__), nn.Module.__setattr__)):
                     yield
         finally:
             del self.settles
@@ -487,11 +490,13 @@ class Guards:
                     self._caches[key] = function, function.cache_info().misses
 
     def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str], copied: Mapping[int, str]) -> None:
-        original = cls.__getattribute__
+        original, thread, current = cls.__getattribute__, threading.get_ident(), threading.get_ident
         watched: set[type] = {cls}
         opaque: set[type] = set()  # those that read their attributes by code of their own
 
         def look(owner: object, name: str) -> object:
+            if current() != thread:  # which runs code of its own
+                return original(owner, name)
             label = paths.get(id(owner))
             if label is None and issubclass(type(owner), nn.Module):
                 label = copied.get(id((getattr_plain(owner) or {}).get("_parameters")))
@@ -532,7 +537,8 @@ class Guards:
                 self._note_dict(owner, table, found.__name__, watch)
 
         def write(owner: object, name: str, value: object) -> None:
-            self._note_write(owner, name, value)
+            if current() == thread:
+                self._note_write(owner, name, value)
             original_write(owner, name, value)
 
         self._watch = watch
@@ -627,6 +633,18 @@ class Guards:
         if isinstance(owner, nn.Module) and (label is None or any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))):
             return
         self._place(owner, table, label or type(owner).__name__).note(name, MISSING)
+
+    def _note_absent_of_tensors(self, name: str) -> None:
+        """No parameter or buffer has an attribute that the code asks for; the loop may give them some."""
+        model = self.model
+
+        def having() -> tuple[str, ...]:
+            with torch._C.DisableTorchFunctionSubclass():
+                return tuple(label for label, tensor in (*model.named_parameters(), *model.named_buffers()) if name in vars(tensor))
+
+        tensors = self._place(self, Answers(), "the model's tensors")
+        typing.cast("Answers", tensors.table).add(name, having)
+        tensors.note(name, tensors.table.get(name))
 
     def _note_attribute(self, owner: object, name: str, value: object, label: str, watch: Callable) -> object:
         table = getattr_plain(owner)

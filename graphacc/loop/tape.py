@@ -196,6 +196,8 @@ class Tape:
                 self._check_bounds(call.bounds)
             if self.engine.is_model(function):
                 told.check_given(given, self.engine.guards)
+                if self.engine.fallback.backend is not FX:
+                    told.check_gradients(self.engine.handles.values(), self.engine.guards)
                 if isinstance(call, Call) and typing.cast("ModelCall", call.function).written.fills:
                     check_apart(args, self.engine.guards.holds)
         except BaseException as error:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphacc._compat.torch_ import PATCHING
 from graphacc.capture import Batch, capture_joint, capture_update
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
@@ -109,9 +110,10 @@ def search_of(
 ) -> Search:
     """The captured step of a model, ready to be searched; arguments as of `plan`, options as of `Search`."""
     start = time.perf_counter()
-    joint = _joint(model, batch, loss, precision, microbatches)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
-    update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
+    with PATCHING:
+        joint = _joint(model, batch, loss, precision, microbatches)
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
+        update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
     assert isinstance(update, StepGraph)
     captured = time.perf_counter()
     search = Search(joint, update, hardware, accumulates=microbatches > 1, **options)

@@ -234,6 +234,52 @@ def test_what_a_forward_returns(name):
     check(code, SAME, taken)
 
 
+def gradient_norm(m, h, x):
+    gradient = m.linear.weight.grad
+    return h if gradient is None else h / (1 + gradient.norm())
+
+
+ASKED_OF_PARAMETERS = {
+    "an attribute": doubled_if(lambda m, h, x: getattr(m.linear.weight, "tag", None) == "a"),
+    "whether there is an attribute": lambda m, h, x: h * m.linear.bias.scale if hasattr(m.linear.bias, "scale") else h,
+    "a gradient": gradient_norm,
+    "inference mode": doubled_if(lambda m, h, x: torch.is_inference_mode_enabled()),
+    "a tensor of inference mode": doubled_if(lambda m, h, x: x.is_inference()),
+}
+
+
+def asked_of_parameters(code, **options):
+    """What a loop reads that accumulates two gradients, tags parameters in between, and evaluates in inference mode."""
+    torch.manual_seed(0)
+    model = Asking(code)
+    if options:
+        model = compiled(model, None, **options)
+    linear, optimizer, found = model.linear, torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(8):
+        if step in (2, 4):
+            linear.weight.tag, linear.bias.scale = "ab"[step // 4], step / 2
+        if step == 6:
+            del linear.weight.tag, linear.bias.scale
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.inference_mode():
+            found += [loss.item(), model(torch.ones(8, 4)).sum().item()]
+    return found
+
+
+@pytest.mark.parametrize("capture", ["fx", pytest.param("lazy", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ASKED_OF_PARAMETERS)
+def test_what_a_forward_asks_of_parameters(name, capture):
+    if capture == "lazy":
+        pytest.importorskip("torch_xla")
+    expected = asked_of_parameters(ASKED_OF_PARAMETERS[name])
+    assert asked_of_parameters(ASKED_OF_PARAMETERS[name], capture="auto" if capture == "fx" else "lazy") == pytest.approx(expected, rel=1e-5)
+
+
 def test_operators_of_a_subclass_are_refused():
     """The model's parameters have operators of their own, which do not ask an argument for its."""
     model = compiled(Asking(lambda m, h, x: h), None)

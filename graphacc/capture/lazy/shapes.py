@@ -1,7 +1,7 @@
 """What a call of the model would return, found by running it on lazy tensors."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def infer_call(
     Raises:
         CaptureError: the model cannot be recorded; names the user's line.
     """
-    with explained(f"the model {type(model).__name__}"), xla.tracing(), contextlib.ExitStack() as stack:
+    with explained(f"the model {type(model).__name__}"), xla.tracing(), _counting_versions(), contextlib.ExitStack() as stack:
         leaves = [x for x in pytree.tree_leaves((dict(tensors), dict(attributes), args, kwargs)) if isinstance(x, Tensor)]
         lazy = {id(x): _placeholder(x) for x in leaves}
         given = {id(lazy[id(x)]): x for x in leaves}
@@ -85,6 +85,14 @@ def infer_call(
         for name in names:
             del vars(module)[name]
     return *described((result, (args, kwargs))), written_into
+
+
+@contextlib.contextmanager
+def _counting_versions() -> Iterator[None]:
+    """Tensors made inside have version counters, which those of inference mode lack; nothing else changes."""
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):  # the first one switches gradients on
+        yield
 
 
 def _placeholder(like: Tensor) -> Tensor:
