@@ -490,7 +490,8 @@ class Guards:
                     self._caches[key] = function, function.cache_info().misses
 
     def _watch_class(self, stack: contextlib.ExitStack, cls: type, paths: Mapping[int, str], copied: Mapping[int, str]) -> None:
-        original, thread, current = cls.__getattribute__, threading.get_ident(), threading.get_ident
+        original: Callable = cls.__getattribute__
+        thread, current = threading.get_ident(), threading.get_ident
         watched: set[type] = {cls}
         opaque: set[type] = set()  # those that read their attributes by code of their own
 
