@@ -29,8 +29,8 @@ class RowsCounted(CaptureError):
     """What the loop gives counts rows of the whole batch, of which a program has a microbatch."""
 
 
-class GradientRead(CaptureError):
-    """The forward reads the gradient of a parameter, which no program has before its backward, however it is captured."""
+class NeverCaptured(CaptureError):
+    """The forward does what no program does, however it is captured: it reads a parameter's gradient, or makes parameters."""
 
 
 class GraphError(GraphAccError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from graphacc.capture import FX, Backend
 from graphacc.capture.lazy import LAZY, ValueNeeded, installed
-from graphacc.errors import CaptureError, GradientRead, GraphAccError, LoweringError, ParameterWritten, RowsCounted, StrategyError
+from graphacc.errors import CaptureError, GraphAccError, LoweringError, NeverCaptured, ParameterWritten, RowsCounted, StrategyError
 from graphacc.passes.hlo.shardings import check_axes
 from graphacc.strategy import Strategy
 
@@ -47,7 +47,7 @@ class Fallback:
         """
         try:
             return capture()
-        except (ParameterWritten, RowsCounted, GradientRead):
+        except (ParameterWritten, RowsCounted, NeverCaptured):
             raise
         except (CaptureError, LoweringError) as error:
             if self.backend is LAZY:

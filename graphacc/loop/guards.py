@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from graphacc._compat.torch_ import in_this_thread, patched
 from graphacc.capture.borrow import attributes_of
@@ -31,7 +32,7 @@ from graphacc.capture.numbers import Asked, Number, Values, is_of_call, value_of
 from graphacc.capture.own_code import asks_for_types, globals_of, is_library_object, is_own_file, is_own_module, is_user_class, names_of, texts_of
 from graphacc.capture.python_state import CONSUMED, CONTAINERS, MUTABLE, NAMESPACES, PLAIN, VIEWS, contents_of, copy_of, is_library_class, kept_by_cache, leaves_of, owner_of, refill, snapshot
 from graphacc.capture.shown_types import Shown, ShownTypes
-from graphacc.errors import CaptureError
+from graphacc.errors import CaptureError, NeverCaptured
 from graphacc.loop import told, trees
 from graphacc.loop.mixed import Mixin
 from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted, prints_said
@@ -569,10 +570,13 @@ class Guards:
         if label is not None or table is None or not issubclass(type(owner), nn.Module) or issubclass(type(owner), (Mixin, torch.fx.GraphModule)):
             return
         module = typing.cast(nn.Module, owner)
-        if isinstance(_attribute(module, name), Tensor):
+        if isinstance(found := _attribute(module, name), Tensor):
+            label = self._label_outside(module)
+            if isinstance(found, FakeTensor) and f"{label}.{name}" not in self.tensors:
+                raise _made_here(module)
             if isinstance(module, nn.RNNBase):  # it keeps its weights in a list, too
                 raise CaptureError(f"the forward calls a {type(module).__name__} that is no part of the model, whose weights are no inputs: make it a submodule")
-            self._take_as_input(module, self._label_outside(module), name)
+            self._take_as_input(module, label, name)
 
     def _take_as_input(self, module: nn.Module, label: str, name: str) -> None:
         """A tensor that a module has under a name is an input of the program.
@@ -588,7 +592,7 @@ class Guards:
                 raise CaptureError(f"the backward reads the tensor {key}, which the forward does not read: register it as a buffer, or save it for backward")
             newest, self._newest = self._newest, module if id(module) in self._outside else None
             if newest is not None and id(newest) not in self._touched:
-                raise CaptureError(f"the forward makes a {type(newest).__name__}, or a copy of one, in every run: make modules in __init__, and register them")
+                raise _made_here(newest)
             raise NewInput(key)
 
     def _label_outside(self, module: nn.Module) -> str:
@@ -1082,6 +1086,10 @@ def _check_not_consumed(value: object, label: str) -> None:
                 f"what is to be compiled reads {label}, a {type(leaf).__name__}, which gives something else at every call, where a compiled program would repeat what it gave "
                 "first: draw with torch's default generator, or outside of the model and pass the result in"
             )
+
+
+def _made_here(module: nn.Module) -> NeverCaptured:
+    return NeverCaptured(f"the forward makes a {type(module).__name__}, or a copy of one, in every run: make modules in __init__, and register them")
 
 
 def _text(found: Hashable) -> str:

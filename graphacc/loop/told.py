@@ -16,7 +16,7 @@ from graphacc.capture.borrow import attributes_of
 from graphacc.capture.source import is_user_file
 from graphacc.capture.own_code import is_own_file
 from graphacc.capture.python_state import version_of
-from graphacc.errors import GradientRead, LoopError
+from graphacc.errors import LoopError, NeverCaptured
 from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.promise import NotRecorded, Promise
 
@@ -65,7 +65,7 @@ def parameters_asked(absent: Callable[[str], None]) -> Iterator[None]:
         absent: is called with the name of an attribute that a tensor does not have.
 
     Raises:
-        GradientRead: it asks for the gradient of a parameter.
+        NeverCaptured: it asks for the gradient of a parameter.
     """
     gradient, thread = typing.cast(typing.Any, Tensor.grad), threading.get_ident()
 
@@ -76,7 +76,7 @@ def parameters_asked(absent: Callable[[str], None]) -> Iterator[None]:
 
     def grad(tensor: Tensor) -> Tensor | None:
         if "_is_param" in vars(tensor) and is_user_file(sys._getframe(1).f_code.co_filename):
-            raise GradientRead("the forward reads .grad of a parameter, which a program has only when its backward has run: read it in the loop, and pass in what follows from it")
+            raise NeverCaptured("the forward reads .grad of a parameter, which a program has only when its backward has run: read it in the loop, and pass in what follows from it")
         return gradient.__get__(tensor)
 
     with patched(Tensor, __getattr__=attribute), patched(FakeTensor, grad=property(grad, gradient.__set__, gradient.__delete__)):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import PATCHING
-from graphacc.capture import Batch, capture_joint, capture_update
+from graphacc.capture import PATCHING, Batch, capture_joint, capture_update
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph

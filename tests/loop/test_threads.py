@@ -1,5 +1,6 @@
 """Threads that train beside each other: compiled models, and plain ones, which a capture in another thread does not touch."""
 
+import copy
 import threading
 
 import pytest
@@ -81,16 +82,17 @@ def test_two_threads_train_two_models():
 
 def test_a_plain_model_beside_captures():
     """It trains again and again for as long as another thread compiles, each time to the same losses; oneDNN, which rounds otherwise, is off in captures."""
-    expected, done, rounds = trained(made(0), 0.01), threading.Event(), []
+    first, models = made(0), [made(0, capture="fx") for _ in range(2)]
+    expected, done, rounds = trained(copy.deepcopy(first), 0.01), threading.Event(), []
 
     def plain():
         while not done.is_set() or not rounds:
-            rounds.append(trained(made(0), 0.01))
+            rounds.append(trained(copy.deepcopy(first), 0.01))
             assert rounds[-1] == pytest.approx(expected, rel=1e-6)
 
     def compiling():
         try:
-            return [trained(made(0, capture="fx"), 0.01) for _ in range(2)]
+            return [trained(model, 0.01) for model in models]
         finally:
             done.set()
 

@@ -234,6 +234,49 @@ def test_what_a_forward_returns(name):
     check(code, SAME, taken)
 
 
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(8, 4), nn.Embedding(4, 4), nn.LayerNorm(4)
+
+    def forward(self, ids):
+        return self.norm(self.words(ids) + self.places(torch.arange(ids.shape[1]).expand_as(ids)))
+
+
+class MakesLayers(nn.Module):
+    """A tutorial's BERT: its layers make further ones in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedded, self.layers, self.head = Embedded(), nn.ModuleList(Asking(new_module) for _ in range(2)), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedded.words.weight
+
+    def forward(self, ids):
+        x = self.embedded(ids)
+        for layer in self.layers:
+            x = layer(x) + x
+        return self.head(x)
+
+
+def test_layers_that_are_made_in_a_forward_leave_its_other_parts_compiled():
+    ids, found = torch.arange(16).view(4, 4) % 8, []
+    for by_graphacc in (False, True):
+        torch.manual_seed(0)
+        model = MakesLayers()
+        if by_graphacc:
+            model = compiled(model, None)
+        optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(ids).transpose(1, 2), ids)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert any("makes a Linear" in why for why in model._graphacc_engine.by_pytorch.counts) and "embedded" in str(model.explain())
+
+
 def gradient_norm(m, h, x):
     gradient = m.linear.weight.grad
     return h if gradient is None else h / (1 + gradient.norm())
