@@ -198,16 +198,17 @@ PATCHING = threading.RLock()
 
 @contextlib.contextmanager
 def patched(owner, **replacements):
-    """Set attributes of a module or a class for the time of the block; names that it lacks are removed again."""
+    """Set attributes of a module or a class for the time of the block, in one thread at a time; names that it lacks are removed again."""
     missing = object()
-    before = {name: vars(owner).get(name, missing) for name in replacements}
-    try:
-        for name, value in replacements.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            delattr(owner, name) if value is missing else setattr(owner, name, value)
+    with PATCHING:  # or threads could put back what another one has set
+        before = {name: vars(owner).get(name, missing) for name in replacements}
+        try:
+            for name, value in replacements.items():
+                setattr(owner, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                delattr(owner, name) if value is missing else setattr(owner, name, value)
 
 
 def in_this_thread(replacement: Callable, original: Callable) -> Callable:
