@@ -94,7 +94,7 @@ def borrowed(model: nn.Module, *, hooks: bool = False):
         for module, attributes, contents in saved:
             _restore(vars(module), attributes)
             for table, content in contents.items():
-                _refill(vars(module)[table], content)
+                refill(vars(module)[table], content)
 
 
 _original_to = nn.Module.to
@@ -168,7 +168,7 @@ def _restore(current: dict, before: dict) -> None:
     current.update(before)
 
 
-def _refill(table: dict | set, content: dict | set) -> None:
+def refill(table: dict | set, content: dict | set) -> None:
     table.clear()
     table.update(content)
 

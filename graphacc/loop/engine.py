@@ -445,7 +445,7 @@ class Engine:
                     "swap before graphacc.compile, assign a new nn.Parameter to the module, or write in place (copy_)"
                 )
             grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
-        return tuple((module, module.training) for module in self.structure.modules), grads, code_of(self.structure.modules)
+        return tuple((module, module.training) for module in self.structure.modules), grads, code_of(self.structure.modules), self.structure.places
 
     def swapped(self) -> str | None:
         """Why the tensors that the modules hold now cannot be moved to the devices, if they cannot."""
@@ -457,14 +457,12 @@ class Engine:
             for name, tensor in self.model.named_parameters():
                 if not isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
                     return f"{name!r} is no parameter but another tensor for the time of this call (torch.func)"
+        if self.tape is not None and not self.tape.closed and self.tape.live():
+            return "a module, parameter or buffer of the model was replaced between a call of the model and its backward()"
         return None
 
     def _follow_replacements(self) -> None:
         """The loop replaced, added or removed modules, parameters or buffers of the model."""
-        if self.tape is not None and not self.tape.closed and self.tape.live():
-            raise LoopError(
-                "a module, parameter or buffer of the model was replaced between a call of the model and its backward(): replace it before the call or after the step"
-            )
         if self.gradients.pending is not None and not self.gradients.pending.closed:
             self.gradients.force(self.gradients.pending)
         self.adopt_tensors()

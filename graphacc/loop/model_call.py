@@ -23,7 +23,7 @@ class ModelCall:
     """The model as a recorded function; equal where the same code would run."""
 
     engine: "Engine" = dataclasses.field(compare=False, repr=False)
-    mode: tuple  # every module and whether it trains, and of every parameter requires_grad and hooks
+    mode: tuple  # every module and whether it trains, of every parameter requires_grad and hooks, the modules' code, and `Structure.places`
     state: int  # of the Python state that earlier captures have read
     inputs: tuple[str, ...]  # attributes of modules that are inputs: tensors, and numbers that change
     decided: tuple[bool | None, ...] = ()  # by comparisons of numbers that are inputs, arguments among them
@@ -121,8 +121,8 @@ def _differences(call: "ModelCall", before: "ModelCall") -> Iterator[str]:
         yield f"{'train' if trains[switched[0]] else 'eval'}() of {len(switched)} module(s)"
     if call.mode[1] != before.mode[1]:
         yield "requires_grad or hooks of parameters"
-    if trains.keys() != trained.keys() or call.mode[2] != before.mode[2]:
-        yield "the modules, or their classes"
+    if trains.keys() != trained.keys() or call.mode[2:] != before.mode[2:]:
+        yield "the modules, their classes, or what they hold"
     if call.state != before.state:
         yield from call.engine.guards.changes.get(call.state) or ["Python state that the model reads"]
     if new := [label for label in call.inputs if label not in before.inputs]:

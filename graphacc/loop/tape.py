@@ -139,6 +139,7 @@ class Tape:
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
         self.grad_modes = engine.grad_modes
+        self.structure = engine.structure  # of the model, when the tape began: its code runs on these modules wherever it is run again
         self.frozen: frozenset[str] = frozenset()  # parameters that take no gradient at its backward, if the loop has set that of any since it began
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss

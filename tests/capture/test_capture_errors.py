@@ -90,7 +90,8 @@ SHAPE = "the shape of its result depends on the values of a tensor"
         (Bug, "RuntimeError", "the code raised an error"),
     ],
 )
-def test_error_names_line_operation_reason_and_remedy(model, operation, why):
+def test_error_names_line_operation_reason_and_remedy(model, operation, why, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile, in another test of this process, sets it to False for good
     model = model()
     with pytest.raises(CaptureError) as caught:
         joint_of(model, {"x": X})

@@ -332,6 +332,23 @@ def set_numbers(run):
     setattr(run.model, name, not getattr(run.model, name))
 
 
+def exchange_function(run):
+    if isinstance(run.model.drop, nn.Sequential) and len(run.model.drop) > 1:
+        del run.model.drop[-1]  # the same function stays before it
+    else:
+        function = nn.Softsign() if run.step % 2 else nn.SiLU()
+        run.model.drop = nn.Sequential(function, function)
+
+
+def exchange_module(run):
+    run.model.drop = nn.Dropout(0.0) if run.model.drop is run.model.norm else run.model.norm
+
+
+def exchange_parameter(run):
+    layer = run.model.second
+    layer.bias = None if run.step % 3 == 2 else nn.Parameter(torch.full((layer.out_features,), 0.1 * run.step))
+
+
 def set_config(run):
     config = run.model.config
     config["inner"]["on"], config["gain"] = True, 1.0 + 0.05 * run.step
@@ -479,11 +496,13 @@ def scale_gradients(run):
 
 
 def drop_gradient(run):
-    run.model.second.bias.grad = None
+    if run.model.second.bias is not None:
+        run.model.second.bias.grad = None
 
 
 def assign_gradient(run):
-    run.model.second.bias.grad = torch.full_like(run.model.second.bias, 0.01)
+    if run.model.second.bias is not None:
+        run.model.second.bias.grad = torch.full_like(run.model.second.bias, 0.01)
 
 
 def noise_gradient(run):
@@ -542,12 +561,12 @@ def read_buffers(run):
     run.seen += [buffer.clone().sum().item() for buffer in run.model.buffers()]
 
 
-BEFORE = [nothing] * 4 + [set_scale, set_flag, set_numbers, set_config, set_numbers, look_at_numbers, set_count, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics]
-AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state, freeze]
+BEFORE = [nothing] * 4 + [set_scale, set_flag, set_numbers, set_config, set_numbers, look_at_numbers, set_count, freeze, eval_mode, evaluate, add_hook, add_parameter_hook, keeping_hook, shrink, clamp_data, alias, average, call_and_read, statistics, exchange_function, exchange_module, exchange_parameter]
+AFTER_FORWARD = [nothing] * 4 + [read_loss, read_output, running_total, running_total_in_place, metric, hook_on_loss, hook_on_output, doubled_loss, evaluate, take_alias, take_view, look_at_state, freeze, exchange_function, exchange_module, exchange_parameter]
 AFTER_BACKWARD = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, clip, clip_values, read_gradients, scale_gradients, drop_gradient,
     assign_gradient, noise_gradient, manual_update, manual_data, second_backward, another_call, clamp_data, evaluate,
-    call_and_read, statistics, read_buffers, eval_mode, take_alias, take_view, look_at_state, average, freeze,
+    call_and_read, statistics, read_buffers, eval_mode, take_alias, take_view, look_at_state, average, freeze, exchange_function, exchange_parameter,
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,

@@ -1,0 +1,147 @@
+"""The loop exchanges, adds or removes modules and parameters: a recorded call is that of the modules which it was made on, and programs are those of the present ones."""
+
+import copy
+
+import pytest
+import torch
+from selection import with_matrix
+from torch import nn
+from torch.nn import functional as F
+from training import check_both, compiled
+
+X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 8
+STEPS = 4
+
+
+def network():
+    torch.manual_seed(1)
+    shared = nn.Tanh()
+    return nn.Sequential(nn.Linear(8, 8), shared, nn.Linear(8, 8), shared)
+
+
+def other_function(model):
+    model[1] = nn.Softplus()
+
+
+def other_layer(model):
+    torch.manual_seed(2)
+    model[2] = nn.Linear(8, 8)
+
+
+def other_parameter(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach() * 0.5)
+
+
+def function_behind_the_last(model):
+    model.append(nn.Softplus())
+
+
+def one_function_more(model):
+    model.append(model[1])
+
+
+def one_function_less(model):
+    del model[3]
+
+
+def one_layer_twice(model):
+    model.append(model[0])
+
+
+def two_change_places(model):
+    model[0], model[2] = model[2], model[0]
+
+
+def no_bias(model):
+    model[2].bias = None
+
+
+@pytest.mark.parametrize("exchange", [other_function, other_layer, other_parameter, function_behind_the_last, one_function_more, one_function_less, one_layer_twice, two_change_places, no_bias])
+@pytest.mark.parametrize("step_of_it", [0, 1])
+@pytest.mark.parametrize("between", with_matrix(["nothing", "a call", "a call without gradients"], ["nothing", "a call"]))
+def test_between_call_and_backward(exchange, step_of_it, between):
+    """In the first step the recorded call is compiled behind the exchange, in the second its program is known."""
+
+    def loss_of(model, step):
+        out = model(X)
+        if step == step_of_it:
+            exchange(model)
+        if between == "a call":
+            out = out + model(2 * X)
+        if between == "a call without gradients":
+            with torch.no_grad():
+                factor = model(2 * X)
+            out = out * factor
+        return F.cross_entropy(out, Y)
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1, by_pytorch=True)
+
+
+@pytest.mark.parametrize("exchange", [function_behind_the_last, one_function_more, one_function_less, one_layer_twice])
+def test_before_a_call(exchange):
+    """The modules of the model are the same ones, in other places, and PyTorch runs no part of it."""
+
+    def loss_of(model, step):
+        if step == 2:
+            exchange(model)
+        return F.cross_entropy(model(X), Y)
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1)
+
+
+@pytest.mark.parametrize("requires_gradient", [True, False])
+def test_for_the_time_of_a_call(requires_gradient):
+    """As torchrl exchanges the parameters of its target networks, by the tables of modules, while the first call waits for its backward."""
+
+    def loss_of(model, step):
+        out, table = model(X), model[2]._parameters
+        kept = dict(table)
+        table.update({name: nn.Parameter(tensor.detach() * 0.9, requires_grad=requires_gradient) for name, tensor in kept.items()})
+        other = model(X)
+        table.update(kept)
+        return F.cross_entropy(out, Y) + (out - other).square().mean()
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1, by_pytorch=True)
+
+
+def test_a_region_whose_backward_comes_later():
+    """The backward of a call with an argument that requires a gradient has a program of its own, which is compiled behind the exchange."""
+
+    def loss_of(model, step):
+        x = X.clone().requires_grad_()
+        out = model(x)
+        if step == 1:
+            other_function(model)
+        return F.cross_entropy(out, Y)
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1)
+
+
+@pytest.mark.parametrize("exchange", [other_function, one_function_less])
+def test_verified(exchange):
+    """`verify=` runs the recorded call on the modules of its time, too: it compares, and finds nothing."""
+
+    def loss_of(model, step):
+        out = model(X)
+        if step == 0:
+            exchange(model)
+        return F.cross_entropy(out, Y)
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None, verify=STEPS), loss_of, STEPS, lr=0.1)
+
+
+@pytest.mark.lazy
+def test_lazy():
+    def loss_of(model, step):
+        out = model(X)
+        if step == 0:
+            one_function_less(model)
+        return F.cross_entropy(out, Y)
+
+    reference = network()
+    check_both(reference, compiled(copy.deepcopy(reference), None, capture="lazy"), loss_of, STEPS, lr=0.1)
