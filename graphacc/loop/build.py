@@ -122,7 +122,7 @@ def joint_graph(
     while True:
         leaves = tuple(microbatch(leaf, tape, index, microbatches, 0) for index, leaf in enumerate(whole.leaves))
         try:
-            with tape.structure.restored():
+            with tape.as_recorded():
                 step = capture_joint(model, forward, dataclasses.replace(whole, leaves=leaves), precision=precision, backend=backend)
             step = _renumber(step, outputs)
             if not all(shapes):
@@ -206,7 +206,7 @@ def forward_graph(
         return None, [env[i] for i in outputs]
 
     batch = batch_of(tape, tape.forward_calls)
-    with tape.structure.restored():
+    with tape.as_recorded():
         step = _renumber(capture_forward(model, forward, batch, precision=precision, backend=backend), outputs)
     return step if keep_buffers else _without_outputs(step, Kind.BUFFER)
 
@@ -223,7 +223,7 @@ def vjp_graph(backend: Backend, model: nn.Module, tape: Tape, outputs: Sequence[
 
     seeds = tuple(torch.empty(tape.values[i].shape, dtype=tape.values[i].dtype, device="meta") for i in outputs)
     batch = Batch(leaves=batch.leaves + seeds, paths=batch.paths + tuple(gradient_path(i) for i in outputs))
-    with tape.structure.restored():
+    with tape.as_recorded():
         return capture_vjp(model, forward, batch, seeds=range(count, count + len(seeds)), inputs=inputs, precision=precision, backend=backend)
 
 

@@ -198,7 +198,7 @@ class ByPyTorch:
         env: dict[int, Tensor] = {}
         derived = set(tape.grad_values.values())
         kept = self._replaced(stand_ins) if stand_ins else self.buffers_kept(tape.has_run)
-        with tape.structure.restored(), kept, self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with tape.as_recorded(), kept, self.on_host(tape), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             named = TensorsNow(self.engine.model)
             with keyed_randomness(tape.seed, tape.counter):
                 tape.replay(tape.forward_calls, env, externals, named)

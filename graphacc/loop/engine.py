@@ -176,8 +176,8 @@ class Engine:
             return original(*args, **kwargs)
         with self.lock:
             self._loop_thread = threading.get_ident()
-            if swapped := self.swapped():
-                return self.by_pytorch.call(original, args, kwargs, swapped)
+            if (why := self.swapped() or self._exchanged()) is not None:
+                return self.by_pytorch.call(original, args, kwargs, why)
             function = self._function("", args, kwargs)
             why, wanted = self._changes_too_often("") or self._refused.get(function), self._needs_autograd(args, kwargs)
             in_parts = why is not None and function not in self._whole  # what is refused may have parts that are not
@@ -457,9 +457,13 @@ class Engine:
             for name, tensor in self.model.named_parameters():
                 if not isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
                     return f"{name!r} is no parameter but another tensor for the time of this call (torch.func)"
-        if self.tape is not None and not self.tape.closed and self.tape.live():
-            return "a module, parameter or buffer of the model was replaced between a call of the model and its backward()"
         return None
+
+    def _exchanged(self) -> str | None:
+        """Why a call cannot be recorded beside those that are, if the loop has replaced something since."""
+        if self.tape is None or self.tape.closed or not self.tape.live() or self.structure.is_current():
+            return None
+        return "a module, parameter or buffer of the model was replaced between a call of the model and its backward()"
 
     def _follow_replacements(self) -> None:
         """The loop replaced, added or removed modules, parameters or buffers of the model."""

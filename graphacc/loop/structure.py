@@ -44,14 +44,16 @@ class Structure:
         return list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._held))
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """What the loop has exchanged, added or removed since (`torch.func.functional_call`, another layer) is as it was inside."""
+    def restored(self, *, tensors: bool = True) -> Iterator[None]:
+        """What the loop has exchanged, added or removed since (`torch.func.functional_call`, another layer) is as it was inside; modules alone without `tensors`."""
         if self.is_current():
             yield
             return
         held, exchanged = iter(self._held), []
         for (attributes, name), table, names in zip(self._where, self._tables, self._names):
             before, now = dict(zip(names, held)), attributes[name]
+            if not tensors and name != "_modules":
+                continue
             if now is not table or list(table) != list(names) or any(table[name] is not value for name, value in before.items()):
                 exchanged.append((attributes, name, now, table, dict(table)))
                 attributes[name] = table

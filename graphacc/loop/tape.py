@@ -5,6 +5,7 @@ in a forward part and a part on gradients, and ``optimizer.step()`` closes it. T
 batch, labels) are its externals; they become inputs of the captured graph.
 """
 
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -139,7 +140,7 @@ class Tape:
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
         self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
         self.grad_modes = engine.grad_modes
-        self.structure = engine.structure  # of the model, when the tape began: its code runs on these modules wherever it is run again
+        self._structure = engine.structure  # of the model, when the tape began
         self.frozen: frozenset[str] = frozenset()  # parameters that take no gradient at its backward, if the loop has set that of any since it began
         self.backward_at: int | None = None  # number of calls before backward
         self.loss: int | None = None  # value index of the loss
@@ -169,6 +170,10 @@ class Tape:
         self._members: dict[int, list[int]] | None = None  # memory of the fake tensors -> which of those
         self._shared = SharedMemory()
         self._given_out: dict[int, Tensor] = {}  # values from before backward whose memory the loop has (NumPy, DLPack), as they were then
+
+    def as_recorded(self) -> contextlib.AbstractContextManager[None]:
+        """The model's code runs on the modules of the recorded calls inside; on their tensors, too, unless the engine has followed the loop, or the model's code, to others."""
+        return self._structure.restored(tensors=self._structure is self.engine.structure)
 
     # ---- recording
 

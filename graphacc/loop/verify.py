@@ -348,7 +348,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
     wanted = [i for i in wanted if run.kind != "forward" or i in run.outputs]
     parts: list[dict[int, Tensor]] = []
     total: dict[str, Tensor] = {}
-    with tape.structure.restored(), borrowed(engine.model), dense_gradients(engine.model):
+    with tape.as_recorded(), borrowed(engine.model), dense_gradients(engine.model):
         leaves = {name: _leaf(handle.tensor, start[handle.kind, name], name in tape.grad_values) for name, handle in engine.handles.items()}
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         for microbatch in range(count):
@@ -382,7 +382,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
 def _backward(engine: "Engine", run: _Run, start: Values) -> Values:
     """The gradients of a region's parameters and inputs."""
     tape, env = run.tape, {}
-    with tape.structure.restored(), borrowed(engine.model), dense_gradients(engine.model):
+    with tape.as_recorded(), borrowed(engine.model), dense_gradients(engine.model):
         leaves = {name: start[handle.kind, name].clone().requires_grad_(handle.tensor.requires_grad) for name, handle in engine.handles.items()}
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         batch = {i: tensor.clone().requires_grad_(i in run.inputs) for i, tensor in run.batch.items()}

@@ -145,3 +145,32 @@ def test_lazy():
 
     reference = network()
     check_both(reference, compiled(copy.deepcopy(reference), None, capture="lazy"), loss_of, STEPS, lr=0.1)
+
+
+class Counts(nn.Module):
+    """Gives itself another buffer, and keeps a result, in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(()))
+        self.kept = None
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + x.detach().mean()
+        hidden = self.linear(x)
+        self.kept = hidden.square().mean()
+        return hidden
+
+
+def test_a_buffer_that_the_forward_exchanges_while_a_call_waits():
+    """The model's code has exchanged it, and the loop nothing: calls that are run again go on from the present buffer."""
+
+    def loss_of(model, step):
+        model(X + step).sum().item()
+        (F.cross_entropy(model(X + 2), Y) / 2).backward()
+        model(X - step).sum().item()
+        return F.cross_entropy(model(X + 1), Y) / 2
+
+    reference = Counts()
+    check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1, by_pytorch=True)

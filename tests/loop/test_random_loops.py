@@ -1,17 +1,14 @@
-"""Random loops equal plain PyTorch, or are refused by an error of ours: none differs, none raises anything else."""
+"""Random loops equal plain PyTorch, or are refused by an error of ours: none differs, none raises anything else. `.ci/run` runs 500 others on one device."""
 
 import pytest
 import random_loops
 from selection import with_matrix
 
-FEW = (0, 3)
 
-
-@pytest.mark.parametrize("first, count", with_matrix([FEW, (3, 12), *((first, 15) for first in range(15, 135, 15))], [FEW]))
-def test_random_loops(first, count):
-    results = {seed: random_loops.compare(seed) for seed in range(first, first + count)}
+def test_random_loops():
+    results = {seed: random_loops.compare(seed) for seed in range(3)}
     assert not {seed: result for seed, result in results.items() if result.startswith("WRONG")}
-    assert sum(result == "equal" for result in results.values()) >= count * 0.7, results
+    assert sum(result == "equal" for result in results.values()) >= 2, results
 
 
 @pytest.mark.parametrize("first", with_matrix([1000, 1010, 1020], [1000]))
