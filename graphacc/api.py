@@ -20,8 +20,7 @@ from graphacc.loop.fallback import CHOICES
 from graphacc.loop.module import attach, engine_of, is_compiled, seed_of_torch
 from graphacc.loop.on_torch_xla import OnTorchXla, run_on_torch_xla
 from graphacc.loop.optimizers import install_hooks
-from graphacc.loop.pipelined import PipelinePrograms
-from graphacc.loop.programs import Programs
+from graphacc.loop.pipelined import class_of
 from graphacc.loop.verify import Report
 from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
 from graphacc.search import Plan, Request, describe_parameter, first_strategy
@@ -155,7 +154,7 @@ def compile(
             f'batch="local" with microbatches={chosen.microbatches}: the rows of a microbatch would come from every process; '
             'use batch="global", or accumulate over several calls of backward()'
         )
-    programs = (Programs if chosen.pp == 1 else PipelinePrograms)(
+    programs = class_of(chosen)(
         chosen,
         num_devices=chosen.num_devices if devices is None else devices,
         batch_dims=batch_dims or {},
@@ -302,6 +301,11 @@ def _choose_strategy(
     if strategy is None or (isinstance(strategy, str) and _is_auto(strategy)):
         count = available_devices() if devices is None else devices
         request = Request.parse("auto" if strategy is None else strategy, count)
+        if request.chooses_microbatches:
+            raise StrategyError(
+                f"strategy={strategy!r}: a loop is recorded for one number of microbatches; graphacc.plan(model, batch, microbatches='auto') chooses it, and "
+                "graphacc.compile(strategy=) takes its plan, or give the number here, such as 'auto,microbatches=8'"
+            )
         if precision is not None:
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
         return first_strategy(request), Choice(request, is_asked=strategy is not None) if count > 1 else None

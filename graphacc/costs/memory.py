@@ -7,6 +7,7 @@ the compiled program's is planned as well.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 
@@ -120,6 +121,25 @@ def saved_for_backward(step: StepGraph) -> dict[torch.fx.Node, int]:
     for number in found:
         sizes[made[number]] = sizes.get(made[number], 0) + problem.buffers[number].size
     return sizes
+
+
+def working_bytes(step: StepGraph) -> dict[torch.fx.Node, int]:
+    """Calls whose results are stored -> bytes of temporaries while each runs, in the order of the program, without what the forward has left for the backward."""
+    problem = _problem(step)
+    graph = compile_problem(problem)
+    nodes = {node.name: node for node in step.graph.nodes}
+    phases = [nodes[item.name].meta["phase"] for item in problem.operators]
+    made = {number: i for i, item in enumerate(problem.operators) for number in item.writes}
+    last: dict[int, int] = {}
+    for i, item in enumerate(problem.operators):
+        last |= {number: i for number in item.reads if phases[i] is Phase.BACKWARD and phases[made[number]] is Phase.FORWARD}
+    changes = [0] * (len(phases) + 1)
+    for number, end in last.items():
+        changes[made[number]] += problem.buffers[number].size
+        changes[end + 1] -= problem.buffers[number].size
+    held = itertools.accumulate(changes)
+    stored = graph.profile(HEURISTICS["program order"](graph))
+    return {nodes[item.name]: size - kept for item, size, kept in zip(problem.operators, stored, held)}
 
 
 def _problem(step: StepGraph) -> Problem:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from graphacc.errors import StrategyError
+from graphacc.loop.pipelined import adopted
 from graphacc.graph import Kind, StepGraph
 from graphacc.runtime import progress
 from graphacc.runtime.distributed import share
@@ -49,7 +50,8 @@ class Choice:
                 Hardware.present(programs.num_devices),
                 batch_dims={name: dim for name, dim in programs.batch_dims.items() if name in batch},
                 annotations=programs.annotations,
-                accumulates=update is None,
+                accumulates=update is None and programs.strategy.microbatches == 1,
+                microbatches=programs.strategy.microbatches,
             )
             self.plan = search.run(self.request, with_pin_costs=False)
         except StrategyError as error:
@@ -95,7 +97,7 @@ class Choice:
         programs.cp_is_asked = CP in self.request.pins
         if self.plan.strategy != programs.strategy:
             engine.bring_home()
-            programs.adopt(self.plan.strategy)
+            engine.programs = adopted(programs, self.plan.strategy)
             engine.fallback.strategy = self.plan.strategy
 
     def leave(self, programs: "Programs") -> None:

@@ -26,10 +26,11 @@ from graphacc.runtime.devices import select_devices, stage_meshes
 from graphacc.runtime.distributed import process_count
 from graphacc.runtime.exchange import SMALL_BYTES
 from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on, run_tasks
-from graphacc.strategy.axes import SPMD_AXES
 from graphacc.runtime.transfer import send_to_all, zeros_on
+from graphacc.strategy.axes import SPMD_AXES
 from graphacc.strategy.in_force import TensorDecision
 from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order
+from graphacc.strategy.spec import Strategy
 
 RECORDED_RUNS = 3
 """The first runs of every graph of gradients, whose times are noted: the first ones are slow, the last one is kept."""
@@ -76,13 +77,13 @@ class Pipelined(Interface):
 class PipelinePrograms(Programs):
     """The programs of one model on one mesh per pipeline stage."""
 
-    def __init__(self, strategy, *, num_devices: int, **options):
+    def adopt(self, strategy: Strategy) -> None:
         if strategy.offload is not None and process_count() > 1:
             raise StrategyError(
                 f"{strategy}: offload under a pipeline keeps the state of all stages in one process, and there are {process_count()}: leave offload or pp out"
             )
-        super().__init__(strategy, num_devices=num_devices, **options)
-        self.meshes = stage_meshes(strategy, select_devices(num_devices))
+        super().adopt(strategy)
+        self.meshes = stage_meshes(strategy, select_devices(self.num_devices))
         self.schedule: Schedule = build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
         self.homes: dict[str, int] = {}  # parameter, gradient or optimizer state -> stage
         self.spans: list[Span] = []  # when the tasks of the last recorded run of gradients ran
@@ -242,3 +243,18 @@ def _copy_inputs_that_are_results(graph: StepGraph) -> None:
                 results[position] = graph.graph.call_function(torch.ops.aten.clone.default, (result,))
                 results[position].meta = dict(result.meta)
     graph.graph.output_node().args = (tuple(results),)
+
+
+def class_of(strategy: Strategy) -> type[Programs]:
+    return Programs if strategy.pp == 1 else PipelinePrograms
+
+
+def adopted(programs: Programs, strategy: Strategy) -> Programs:
+    """The programs of the same model under another strategy, which begin anew: the same object, or one of the class that the strategy needs."""
+    made = class_of(strategy)
+    if type(programs) is not made:
+        other = made.__new__(made)
+        other.__dict__.update(programs.__dict__)  # also what the engine has set
+        programs = other
+    programs.adopt(strategy)
+    return programs

@@ -1,19 +1,20 @@
 """What the program of one device computes, moves and keeps: read out of its graph, once per kernel, as data that times follow from."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
 
 from graphacc.costs.hardware import Chip, Hardware
 from graphacc.costs.memory import saved_for_backward
-from graphacc.costs.seconds import collective_seconds, work_seconds
+from graphacc.costs.seconds import collective_terms, work_seconds
 from graphacc.costs.work import Work, kernels
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.passes.partition.plan import Role
+from graphacc.passes.stages.values import free_values, readers
 
 _LOOKED_THROUGH = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER)
 """What gathers follow behind."""
@@ -30,12 +31,9 @@ class Moved:
     kind: str
     role: Role
     phase: Phase
-    sizes: tuple[int, ...]  # bytes of each, as `Move.size_bytes` says
-    counts: tuple[int, ...]  # how often each stands in the whole graph
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(size * count for size, count in zip(self.sizes, self.counts))
+    number: float  # how many there are in the whole graph; in a chunk of a pipeline, its share
+    size_bytes: float  # of all of them together, each as `Move.size_bytes` says
+    by_path: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # module -> number and bytes of those that stand in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,16 @@ class Kernel:
     phase: Phase
     work: Work
     count: int
+    path: str  # of its module, "" outside of all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """A result of the forward that the backward reads: what a pipeline keeps of every microbatch between its programs."""
+
+    size_bytes: int
+    count: int
+    path: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +74,18 @@ class GraphCost:
     """The work of the program of one device."""
 
     kernels: tuple[Kernel, ...]
-    seconds: Mapping[Phase, float]  # of its kernels, one after the other, on the chip that it was read for
+    kernel_seconds: tuple[float, ...]  # of each of them, once, on the chip that it was read for
+    seconds: Mapping[Phase, float]  # of all kernels, one after the other
     moved: tuple[Moved, ...]
     weights: tuple[Weight, ...]
     other_bytes: int  # buffers, batch, and what is returned to the loop
     saved_bytes: int  # what forward leaves for backward, beyond one of each repeated layer
+    held: tuple[Held, ...] = ()
     nodes: int
 
     def on(self, chip: Chip) -> "GraphCost":
         """The same program on another chip."""
-        return dataclasses.replace(self, seconds=_seconds(self.kernels, chip))
+        return dataclasses.replace(self, **_times(self.kernels, chip))
 
 
 def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1) -> GraphCost:
@@ -85,23 +95,39 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         step: after the passes: shapes are those of one device.
         count: nodes that one stands for, where equal layers were left out.
     """
-    found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node)) for node, work in kernels(step).items())
+    found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node), path=path_of(node)) for node, work in kernels(step).items())
     saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step).items())
     return GraphCost(
         kernels=found,
-        seconds=_seconds(found, hardware.chip),
+        **_times(found, hardware.chip),
         moved=_moved(step, count),
         weights=_weights(step, count),
         other_bytes=sum(count(node) * value_bytes(node) for node in _others(step)),
         saved_bytes=saved,
+        held=tuple(Held(size_bytes=value_bytes(node), count=count(node), path=path_of(node)) for node in _held(step)),
         nodes=len(step.graph.nodes),
     )
 
 
+def path_of(node: torch.fx.Node) -> str:
+    """The module of a call; of what passes have put outside of modules, such as a sum over ranks, that of its operand."""
+    path = node.meta.get("module_path") or ""
+    if not path and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        return path_of(node.all_input_nodes[0])
+    return path
+
+
+def _held(step: StepGraph) -> list[torch.fx.Node]:
+    """The calls whose results cross to programs of the backward where forward and backward are not one."""
+    free = free_values(step)
+    calls = [node for node in step.graph.nodes if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and node not in free]
+    return [node for node in calls if isinstance(node.meta["val"], torch.Tensor) and any(user.meta["phase"] is Phase.BACKWARD for user in readers(node, free))]
+
+
 def move_seconds(moved: Moved, mesh: Mapping[str, int], hardware: Hardware) -> float:
     """Time of these collectives, one after the other."""
-    group = _group(moved.axis, mesh, hardware)
-    return float(sum(count * collective_seconds(moved.kind, size, hardware, group) for size, count in zip(moved.sizes, moved.counts)))
+    latency, per_byte = collective_terms(moved.kind, hardware, _group(moved.axis, mesh, hardware))
+    return moved.number * latency + moved.size_bytes * per_byte
 
 
 def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int, ...]:
@@ -116,15 +142,20 @@ def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int,
 
 
 def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Moved, ...]:
-    found: dict[tuple, list[tuple[int, int]]] = collections.defaultdict(list)
+    found: dict[tuple, dict[str, tuple[float, float]]] = {}
     for node in step.graph.nodes:
         move = node.meta.get("move")
         if move is not None and move.travels:
-            found[move.axis, move.collective, move.role, move.phase].append((move.size_bytes, count(node)))
+            by_path = found.setdefault((move.axis, move.collective, move.role, move.phase), {})
+            number, size = by_path.get(path_of(node), (0, 0))
+            by_path[path_of(node)] = number + count(node), size + count(node) * move.size_bytes
     return tuple(
-        Moved(axis=axis, kind=kind, role=role, phase=phase, sizes=tuple(size for size, _ in rows), counts=tuple(count for _, count in rows))
-        for (axis, kind, role, phase), rows in found.items()
-    )
+        Moved(
+            axis=axis, kind=kind, role=role, phase=phase, by_path=by_path,
+            number=sum(number for number, _ in by_path.values()), size_bytes=sum(size for _, size in by_path.values()),
+        )
+        for (axis, kind, role, phase), by_path in found.items()
+    )  # fmt: skip
 
 
 def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Weight, ...]:
@@ -181,8 +212,10 @@ def value_bytes(node: torch.fx.Node) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def _seconds(found: Sequence[Kernel], chip: Chip) -> dict[Phase, float]:
+def _times(found: Sequence[Kernel], chip: Chip) -> dict[str, Any]:
+    """The fields of a `GraphCost` that follow from the chip."""
+    times = tuple(map(float, work_seconds((kernel.work for kernel in found), chip)))
     seconds = dict.fromkeys(Phase, 0.0)
-    for kernel, time in zip(found, work_seconds((kernel.work for kernel in found), chip), strict=True):
-        seconds[kernel.phase] += float(kernel.count * time)
-    return seconds
+    for kernel, time in zip(found, times, strict=True):
+        seconds[kernel.phase] += kernel.count * time
+    return {"kernel_seconds": times, "seconds": seconds}

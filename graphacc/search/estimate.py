@@ -39,11 +39,12 @@ class Estimate:
     state_bytes: int  # of the optimizer
     other_bytes: int  # buffers, batch, gradients that stay between programs
     temporary_bytes: int
+    bubble_seconds: float = 0.0  # in which the dearest stage of a pipeline has nothing to do
     host_bytes: int = 0  # exact parameters and the optimizer's state that the device's host has for it (`Strategy.offload`)
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.update_seconds + sum(self.exposed_seconds.values())
+        return self.compute_seconds + self.update_seconds + self.bubble_seconds + sum(self.exposed_seconds.values())
 
     @property
     def bytes_per_device(self) -> int:
@@ -51,27 +52,58 @@ class Estimate:
 
     def parts(self) -> dict[str, float]:
         """What the seconds are spent on."""
-        return {"compute": self.compute_seconds, "update": self.update_seconds, **{f"{axis} communication": s for axis, s in self.exposed_seconds.items()}}
+        bubble = {"bubble": self.bubble_seconds} if self.bubble_seconds else {}
+        return {"compute": self.compute_seconds, "update": self.update_seconds, **bubble, **{f"{axis} communication": s for axis, s in self.exposed_seconds.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Composed:
+    """What a strategy makes of a profile: work and messages of one microbatch, of the update, and bytes by part."""
+
+    seconds: Mapping[Phase, float]  # of kernels
+    moved: tuple[Moved, ...]
+    update_seconds: float
+    sizes: Mapping[str, int]  # the bytes of an `Estimate`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of computation, and those in which a device waits for messages."""
+
+    compute: Mapping[Phase, float]  # with what messages beside it cost
+    exposed: Mapping[tuple[Phase, str], float]  # (phase, mesh axis)
+    hidden: float
+
+    def exposed_by_axis(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for (_, axis), seconds in self.exposed.items():
+            found[axis] = found.get(axis, 0.0) + seconds
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
     """What one rank of (tp, cp, ep) computes, moves and keeps, at one local batch."""
 
     cost: GraphCost
     temporary_bytes: int
     state_bytes: Mapping[str, int]  # parameter -> bytes of its optimizer state on this rank
-    update_bytes: int  # that the whole update reads and writes
+    working_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # module -> the most that is stored while one of its calls runs, besides what backward reads of forward
+
+    @property
+    def update_bytes(self) -> int:
+        """That the whole update reads and writes: parameters and state both, gradients once."""
+        return sum(weight.count * (3 * weight.size_bytes + 2 * self.state_bytes[weight.name]) for weight in self.cost.weights if weight.trained)
 
     def floor(self, strategy: Strategy, hardware: Hardware) -> float:
-        """Seconds of what every rank computes and waits for, also where one of the model axes is larger.
+        """Seconds of what every rank computes and waits for, also where one of the model axes is larger; of a pipeline, without its bubble.
 
         Not in it: what the data axes may divide or hide, and sums of gradients over a model axis, which shrink with the weights that another axis splits.
         """
         cast = sum(weight.count * (weight.size_bytes + weight.travels_bytes) for weight in self.cost.weights if weight.travels_bytes < weight.size_bytes)
         waited = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role is not Role.GRADIENT]
         once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(cast, hardware)
-        return strategy.microbatches * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in waited))
+        return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in waited))
 
     def gradient_bytes(self, strategy: Strategy) -> int:
         """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
@@ -84,6 +116,11 @@ class Profile:
         Args:
             sums_once: gradients are summed over the ranks after the last microbatch, as Megatron-LM does; our programs do it after each.
         """
+        found = self.composed(strategy, hardware)
+        return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches))
+
+    def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
+        """With what `dp`, `fsdp` and `zero` add."""
         stage, ranks = strategy.zero_stage, strategy.fsdp
         weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
         kept = sum(weight.size_bytes for weight in weights)
@@ -113,54 +150,64 @@ class Profile:
         for phase, size in _reordered_bytes(weights, strategy).items():
             seconds[phase] += _stream_seconds(size, hardware)
         transient -= round(sum(weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
-        return _estimate(
+        return Composed(
             seconds=seconds,
-            update=0.0 if offloads else _stream_seconds(self.update_bytes * share, hardware),
-            moved=moved,
-            strategy=strategy,
-            hardware=hardware,
-            sums_once=sums_once,
-            parameter_bytes=round(kept_bytes * (share if stage == 3 else 1.0)),
-            state_bytes=0 if offloads else round(state * share),
-            host_bytes=round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
-            other_bytes=self.cost.other_bytes,
-            temporary_bytes=self.temporary_bytes + self.cost.saved_bytes + transient,
+            moved=tuple(moved),
+            update_seconds=0.0 if offloads else _stream_seconds(self.update_bytes * share, hardware),
+            sizes={
+                "parameter_bytes": round(kept_bytes * (share if stage == 3 else 1.0)),
+                "state_bytes": 0 if offloads else round(state * share),
+                "host_bytes": round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
+                "other_bytes": self.cost.other_bytes,
+                "temporary_bytes": self.temporary_bytes + self.cost.saved_bytes + transient,
+            },
         )
 
 
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
     """The estimate of a whole program of one device, with the bytes that it keeps by part."""
-    seconds = {phase: cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
-    return _estimate(seconds=seconds, update=update_seconds, moved=list(cost.moved), strategy=strategy, hardware=hardware, sums_once=False, **sizes)
+    found = Composed(seconds=cost.seconds, moved=cost.moved, update_seconds=update_seconds, sizes=sizes)
+    return estimated(found, timed(cost.seconds, cost.moved, strategy, hardware, count=strategy.microbatches))
 
 
-def _estimate(
-    *, seconds: Mapping[Phase, float], update: float, moved: list[Moved], strategy: Strategy, hardware: Hardware, sums_once: bool, **sizes: int
-) -> Estimate:
-    count = strategy.microbatches  # each runs forward and backward, and, unless `sums_once`, reduces its gradients
-    seconds = {phase: count * time for phase, time in seconds.items()}
-    exposed: dict[str, float] = {}
-    hideable = dict.fromkeys(Phase, 0.0)
-    by_axis: dict[tuple[Phase, str], float] = {}
+def estimated(found: Composed, time: Timed) -> Estimate:
+    return Estimate(
+        compute_seconds=sum(time.compute.values()),
+        update_seconds=found.update_seconds,
+        exposed_seconds=time.exposed_by_axis(),
+        hidden_seconds=time.hidden,
+        **found.sizes,
+    )
+
+
+def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Strategy, hardware: Hardware, *, sums_once: bool = False, count: int = 1) -> Timed:
+    """Which messages hide behind computation.
+
+    Args:
+        seconds: of the kernels of each phase. Those of the update, which is memory traffic, are not read.
+        sums_once: as of `Profile.estimate`.
+        count: microbatches, each of which runs forward and backward, and, unless `sums_once`, reduces its gradients.
+    """
+    seconds = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    exposed: dict[tuple[Phase, str], float] = {}
+    hideable: dict[Phase, dict[str, float]] = {phase: {} for phase in seconds}
     for item in moved:
         axis = item.axis.partition("/")[0].partition("%")[0]
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
         time = move_seconds(item, strategy.mesh, hardware) * (1 if once else count)
         if axis in GRADIENT_AXES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
-            hideable[item.phase] += time
-            by_axis[item.phase, axis] = by_axis.get((item.phase, axis), 0.0) + time
+            hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:
-            exposed[axis] = exposed.get(axis, 0.0) + time
-    hidden, slowed = 0.0, 0.0
-    for phase, total in hideable.items():
-        behind = min(total, seconds.get(phase, 0.0))
+            exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
+    hidden = 0.0
+    for phase, by_axis in hideable.items():
+        total = sum(by_axis.values())
+        behind = min(total, seconds[phase])
         hidden += behind
-        slowed += behind * (SLOWED - 1)
-        for (at, axis), time in by_axis.items():
-            if at is phase and total > behind:
-                exposed[axis] = exposed.get(axis, 0.0) + (total - behind) * time / total
-    compute = sum(seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) + slowed
-    return Estimate(compute_seconds=compute, update_seconds=update, exposed_seconds=exposed, hidden_seconds=hidden, **sizes)
+        seconds[phase] += behind * (SLOWED - 1)
+        for axis, time in by_axis.items() if total > behind else ():
+            exposed[phase, axis] = exposed.get((phase, axis), 0.0) + (total - behind) * time / total
+    return Timed(compute=seconds, exposed=exposed, hidden=hidden)
 
 
 def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phase, int]:
@@ -183,11 +230,11 @@ def _gathers(phase: Phase, sizes: Sequence[int], bucket: int) -> Moved:
     """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`)."""
     small = [size for size in sizes if size <= SMALL_BYTES]
     messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
-    return Moved(axis=FSDP, kind="all_gather", role=Role.WEIGHT, phase=phase, sizes=messages, counts=(1,) * len(messages))
+    return Moved(axis=FSDP, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages))
 
 
 def _gradients(axis: str, kind: str, messages: tuple[int, ...]) -> Moved:
-    return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, sizes=messages, counts=(1,) * len(messages))
+    return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, number=len(messages), size_bytes=sum(messages))
 
 
 def _messages(sizes: Sequence[int], bucket: int, alone: int) -> tuple[int, ...]:

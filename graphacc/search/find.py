@@ -14,14 +14,15 @@ which tests hold against estimates of every candidate; within it the order is op
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from graphacc import collector
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
-from graphacc.costs.memory import predict_memory
+from graphacc.costs.memory import predict_memory, working_bytes
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
@@ -30,11 +31,14 @@ from graphacc.passes.experts import find_experts
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
-from graphacc.search.cost import RETURNED, cost_of, value_bytes
+from graphacc.passes.stages import Segment, cut, marked_places
+from graphacc.search.cost import RETURNED, cost_of, path_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
+from graphacc.search.pipeline import ChunkCost, Depth, chunks_of_profile, chunks_of_segments, estimate_of
 from graphacc.search.plan import Plan, Rival, size_text
 from graphacc.search.space import CHOSEN, REMATS, Limits, Refusals, Request, candidates
 from graphacc.strategy.axes import CP, EP, TP
+from graphacc.strategy.schedules import build_schedule
 from graphacc.strategy.spec import Strategy, field_text
 
 FINALISTS = 3
@@ -62,6 +66,8 @@ class Search:
         annotations: parameter -> mesh axis of every dim.
         memory_bytes: of one device that a step may use; None: what the hardware has.
         accumulates: gradients stay on the devices between programs, of which forward and backward are one, and the update another.
+        microbatches: of how many equal parts of the batch `joint` has one.
+        capture: gives the joint of another number of microbatches; None: there is none.
     """
 
     def __init__(
@@ -74,8 +80,13 @@ class Search:
         annotations: Mapping[str, Iterable[str | None]] | None = None,
         memory_bytes: int | None = None,
         accumulates: bool = False,
+        microbatches: int = 1,
+        capture: Callable[[int], StepGraph] | None = None,
     ):
         self.joint, self.update, self.hardware, self.accumulates = joint, update, hardware, accumulates
+        self.microbatches = microbatches
+        self._joints = {microbatches: joint}
+        self._capture = capture
         self.batch_dims = default_batch_dims(joint) | dict(batch_dims or {})
         self.annotations = {name: tuple(spec) for name, spec in (annotations or {}).items()}
         self.memory_bytes = hardware.usable_bytes if memory_bytes is None else memory_bytes
@@ -117,8 +128,18 @@ class Search:
             StrategyError: the passes refuse the strategy.
         """
         profile = self.profile_of(strategy)
+        if strategy.pp > 1:
+            return estimate_of(self._chunks(profile, strategy), strategy, self.hardware, plays=False)
         found = profile.estimate(strategy, self.hardware)
         return self._with_gradients(found, strategy)
+
+    def _chunks(self, profile: Profile, strategy: Strategy) -> list[ChunkCost]:
+        captured = self.microbatches / strategy.microbatches
+        return chunks_of_profile(profile, self._depth, strategy, self.hardware, captured / (strategy.data_ranks * strategy.cp))
+
+    @functools.cached_property
+    def _depth(self) -> Depth:
+        return Depth(self.reduced)
 
     def evaluate(self, strategy: Strategy) -> Estimate:
         """By the real passes on the whole graph.
@@ -184,7 +205,7 @@ class Search:
             num_over_memory=sum(not self.fits(found) for _, found in ranked),
             refusals=dict(refusals.counts),
             pin_costs=self._pin_costs(request, ranked) if with_pin_costs else {},
-            tokens=_tokens(self.joint, self.batch_dims),
+            tokens=_tokens(self.joint, self.batch_dims, self.microbatches),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
             notes=self._notes(strategy),
@@ -197,7 +218,7 @@ class Search:
             estimate=self.evaluate(strategy),
             hardware=self.hardware,
             request=str(strategy),
-            tokens=_tokens(self.joint, self.batch_dims),
+            tokens=_tokens(self.joint, self.batch_dims, self.microbatches),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
             notes=self._notes(strategy),
@@ -211,25 +232,30 @@ class Search:
         """
         groups: dict[tuple, list[Strategy]] = {}  # strategies that share a profile
         for strategy in candidates(request, self.limits(), refusals):
-            groups.setdefault(self._profile_key(strategy), []).append(strategy)
-        order = sorted(groups, key=lambda key: math.prod(_sizes(groups[key][0])))
+            groups.setdefault((*self._profile_key(strategy), strategy.pp, strategy.microbatches), []).append(strategy)
+        bounds = dict.fromkeys(sorted(groups, key=lambda key: math.prod(_sizes(groups[key][0]))), 0.0)  # seconds that no strategy of a profile falls below
         found: Ranking = []
-        floors: list[tuple[Strategy, float]] = []  # one strategy of each profile
-        best = math.inf
-        while order:
-            bounds = [max((floor for smaller, floor in floors if _is_within(smaller, groups[key][0])), default=0.0) for key in order]
-            at = min(range(len(order)), key=bounds.__getitem__)
-            if bounds[at] > max(limit, best * (1 + AGREES)):
+        best, num_slower = math.inf, 0
+        while bounds:
+            at = min(bounds, key=bounds.__getitem__)
+            if bounds.pop(at) > max(limit, best * (1 + AGREES)):
+                num_slower += sum(map(len, groups.values()))
                 break
-            members = groups.pop(order.pop(at))
+            members = groups.pop(at)
+            with contextlib.suppress(StrategyError):  # `_estimated` notes it
+                floor = self.profile_of(members[0]).floor(members[0], self.hardware)
+                for key in bounds:
+                    if _is_within(members[0], groups[key][0]):
+                        bounds[key] = max(bounds[key], floor)
+                if floor > max(limit, best * (1 + AGREES)):
+                    num_slower += len(members)
+                    continue
             ranked = self._estimated(members, refusals)
-            if ranked:
-                floors.append((members[0], self.profile_of(members[0]).floor(members[0], self.hardware)))
             if "remat" not in request.pins:
                 ranked += self._rematerialised(ranked, best)
             found += ranked
             best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
-        return sorted(found, key=_order), max(limit, best * (1 + AGREES)), sum(map(len, groups.values()))
+        return sorted(found, key=_order), max(limit, best * (1 + AGREES)), num_slower
 
     def _estimated(self, strategies: Iterable[Strategy], refusals: Refusals) -> Ranking:
         found = []
@@ -291,7 +317,7 @@ class Search:
         named = {axis for spec in self.annotations.values() for axis in spec if axis is not None}
         inner = self.hardware.levels[0].size if self.hardware.levels and not self.hardware.shared_cores else None
         return Limits(
-            batch_size=batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {TP, EP}
+            batch_size=self.microbatches * batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {TP, EP}
         )
 
     # ---- explanation
@@ -315,8 +341,8 @@ class Search:
         difference = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {*mine, *theirs}}
         name = max(difference, key=lambda key: (difference[key], key))
         total = other.seconds / chosen.seconds - 1
-        if difference[name] <= 0:
-            return f"{100 * total:+.1f} %: more memory for no less time"
+        if difference[name] <= 1e-6 * chosen.seconds:
+            return f"{100 * total:+.1f} %: no faster, with more memory or more axes"
         return f"{100 * total:+.1f} %, most of it {name}, {1e3 * difference[name]:+.3g} ms"
 
     def _pin_costs(self, request: Request, ranked: Ranking) -> dict[str, float]:
@@ -371,24 +397,33 @@ class Search:
     # ---- programs of one device
 
     def _profile_key(self, strategy: Strategy) -> tuple:
-        return (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), strategy.dp * strategy.fsdp)
+        return (*(getattr(strategy, name) for name in _PROFILED), _profiled_remat(strategy), self._rows(strategy))
+
+    def _rows(self, strategy: Strategy) -> int:
+        """By how much the data axes and microbatches divide the rows of the captured batch."""
+        return strategy.dp * strategy.fsdp * strategy.microbatches // self.microbatches
 
     def _profile(self, strategy: Strategy) -> Profile:
         plain = Strategy(
             **{name: getattr(strategy, name) for name in _PROFILED},
             remat=_profiled_remat(strategy),
-            dp=strategy.dp * strategy.fsdp,
+            dp=self._rows(strategy),
             bucket_mb=0,
         )
         local = self._local(self.reduced.step, plain)
         cost = cost_of(local, self.hardware, self.reduced.count)
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
-        traffic = sum(w.count * (3 * w.size_bytes + 2 * state[w.name]) for w in cost.weights if w.trained)
-        return Profile(cost=cost, temporary_bytes=predict_memory(local).temporary_bytes, state_bytes=state, update_bytes=traffic)
+        working: dict[str, int] = {}
+        for node, size in working_bytes(local).items():
+            working[path_of(node)] = max(size, working.get(path_of(node), 0))
+        return Profile(cost=cost, temporary_bytes=predict_memory(local).temporary_bytes, state_bytes=state, working_bytes=working)
 
     def _evaluate(self, strategy: Strategy) -> Estimate:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
+        if strategy.pp > 1:
+            chunks = chunks_of_segments(self.segments_of(strategy), self._chunks(self.profile_of(strategy), strategy), strategy, self.hardware)
+            return estimate_of(chunks, strategy, self.hardware, plays=True)
         profile = self.estimate(strategy)
         update = self._update_in(strategy)
         local = self.program_of(strategy)
@@ -415,12 +450,32 @@ class Search:
         Raises:
             StrategyError, GraphError: the passes refuse the strategy.
         """
-        update = self._update_in(strategy)
-        return self._local(self.joint if update is None else stitch(self.joint, update), strategy)
+        update, joint = self._update_in(strategy), self._joint_of(strategy)
+        return self._local(joint if update is None else stitch(joint, update), strategy)
+
+    def segments_of(self, strategy: Strategy) -> list[Segment]:
+        """The programs of forward and backward of one microbatch, of all stages of a pipeline.
+
+        Raises:
+            StrategyError, GraphError: the passes refuse the strategy.
+        """
+        local = self._local(self._joint_of(strategy), strategy)
+        schedule = build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
+        places = marked_places(local, strategy.pp, strategy.pp * strategy.chunks, schedule.splits_backward)
+        return cut(local, places, {axis: size for axis, size in strategy.within_stage.mesh.items()})
+
+    def _joint_of(self, strategy: Strategy) -> StepGraph:
+        """Forward and backward of one of the strategy's microbatches."""
+        count = strategy.microbatches
+        if count not in self._joints:
+            if self._capture is None:
+                raise StrategyError(f"{strategy}: the step was captured with {self.microbatches} microbatches")
+            self._joints[count] = self._capture(count)
+        return self._joints[count]
 
     def _update_in(self, strategy: Strategy) -> StepGraph | None:
         """The update, where it is a part of the step's program."""
-        return None if self.accumulates or strategy.offload is not None else self.update
+        return None if self.accumulates or strategy.microbatches > 1 or strategy.offload is not None else self.update
 
     def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
         splits = None
@@ -435,7 +490,7 @@ class Search:
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
         """With the gradients that stay between programs, where any do."""
-        if not self.accumulates and strategy.offload is None:
+        if not self.accumulates and strategy.microbatches == 1 and strategy.offload is None:
             return estimate
         kept = self.profile_of(strategy).gradient_bytes(strategy)
         return dataclasses.replace(estimate, other_bytes=estimate.other_bytes + kept)
@@ -491,22 +546,24 @@ def _sizes(strategy: Strategy) -> tuple[int, ...]:
 
 def _is_within(smaller: Strategy, larger: Strategy) -> bool:
     """Whether the profile of one strategy bounds the other's: its model axes are divisors of the other's, and used alike."""
+    if (smaller.pp, smaller.microbatches) != (larger.pp, larger.microbatches):
+        return False
     divide = all(large % small == 0 for small, large in zip(_sizes(smaller), _sizes(larger), strict=True))
     return divide and (smaller.tp == 1 or smaller.sequence_parallel == larger.sequence_parallel) and (smaller.cp == 1 or smaller.context == larger.context)
 
 
 def _kind(strategy: Strategy) -> tuple:
-    """Strategies of one kind differ by how they share the state alone."""
-    return tuple(getattr(strategy, name) for name in _MODEL_PARALLEL), strategy.fsdp > 1, strategy.zero_stage, strategy.remat
+    """Strategies of one kind differ by how they share the state, and by how many microbatches there are."""
+    return tuple(getattr(strategy, name) for name in (*_MODEL_PARALLEL, "pp", "schedule")), strategy.fsdp > 1, strategy.zero_stage, strategy.remat
 
 
-def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None]) -> int | None:
-    """Elements of the first batch input of whole numbers, which are tokens; else rows."""
+def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None], microbatches: int) -> int | None:
+    """Elements of the first batch input of whole numbers, which are tokens; else rows; of all microbatches."""
     rows = None
     for item in step.inputs:
         dim = batch_dims.get(item.target) if item.kind is Kind.BATCH else None
         if dim is not None:
             if not item.dtype.is_floating_point and len(item.shape) == 2:
-                return item.shape[0] * item.shape[1]
-            rows = rows or item.shape[dim]
+                return microbatches * item.shape[0] * item.shape[1]
+            rows = rows or microbatches * item.shape[dim]
     return rows

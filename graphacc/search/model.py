@@ -50,7 +50,7 @@ def plan(
         loss: ``loss(model, *args, **kwargs)`` gives the scalar loss; default: what the model returns, or its ``.loss``.
         batch_dims: path of a batch tensor, such as "kwargs['src']" -> the dim that the data axes split, or None.
         annotations: parameter -> the mesh axis of every dim.
-        **pins: fields of `Strategy` that must have these values.
+        **pins: fields of `Strategy` that must have these values; ``microbatches="auto"`` lets the search choose their number, and with it pipelines.
 
     Raises:
         StrategyError: no strategy fits; with the pins that conflict, and what would do.
@@ -109,13 +109,18 @@ def search_of(
 ) -> Search:
     """The captured step of a model, ready to be searched; arguments as of `plan`, options as of `Search`."""
     start = time.perf_counter()
+
+    def capture(count: int) -> StepGraph:
+        with PATCHING:
+            return _joint(model, batch, loss, precision, count)
+
     with PATCHING:
-        joint = _joint(model, batch, loss, precision, microbatches)
+        joint = capture(microbatches)
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
         update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
     assert isinstance(update, StepGraph)
     captured = time.perf_counter()
-    search = Search(joint, update, hardware, accumulates=microbatches > 1, **options)
+    search = Search(joint, update, hardware, microbatches=microbatches, capture=capture, **options)
     search.seconds = {"capture": captured - start, "reduction": time.perf_counter() - captured}
     return search
 
@@ -123,13 +128,13 @@ def search_of(
 def _asked(strategy: Strategy | str, pins: Mapping[str, Any], devices: int) -> tuple[Request, Strategy | None]:
     """What is searched; or the strategy that is evaluated alone."""
     if isinstance(strategy, str) and strategy.strip().startswith("auto"):
+        is_free = pins.get("microbatches") == "auto"
         request = Request.parse(strategy, devices)
-        return Request(devices=devices, pins={**request.pins, **pins}), None
+        pins = {**request.pins, **{name: value for name, value in pins.items() if not (is_free and name == "microbatches")}}
+        return Request(devices=devices, pins=pins, chooses_microbatches=is_free or request.chooses_microbatches), None
     fixed = (Strategy.parse(strategy) if isinstance(strategy, str) else strategy).replace(**pins)
     if fixed.num_devices > devices:
         raise StrategyError(f"{fixed} needs {fixed.num_devices} devices, the hardware has {devices}: choose another strategy, or more hardware")
-    if fixed.pp > 1:
-        raise StrategyError(f"{fixed}: the cost of pipelines is not estimated yet; leave pp out")
     return Request(devices=fixed.num_devices), fixed
 
 

@@ -1,9 +1,9 @@
 """What the search may choose: every strategy of a number of devices that agrees with the pins.
 
-Chosen are the sizes of the mesh axes (`dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism and how attention crosses `cp`;
-and what backward computes again (`remat`), for strategies that would not fit without.
-Never chosen is what changes results: precision, the capacity factor, quantised communication; nor microbatches, whose mean is the loss of
-the whole batch for some losses only, nor, as it needs them, `pp`.
+Chosen are the sizes of the mesh axes (`pp`, `dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism, how attention crosses
+`cp`, and the schedule of a pipeline; and what backward computes again (`remat`), for strategies that would not fit without.
+Never chosen is what changes results: precision, the capacity factor, quantised communication. Nor are microbatches, whose mean is the loss of
+the whole batch for some losses only, unless the request says ``microbatches=auto``; so there are pipelines where there are microbatches.
 """
 
 import dataclasses
@@ -13,15 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphacc.errors import StrategyError
-from graphacc.strategy.axes import CP, DATA_AXES, DP, EP, FSDP, MODEL_AXES, PP, SPMD_AXES, TP
+from graphacc.strategy.axes import AXES, CP, DATA_AXES, DP, EP, FSDP, MODEL_AXES, PP, TP
+from graphacc.strategy.schedules import check_schedule
 from graphacc.strategy.spec import CONTEXTS, Strategy, field_text, parse_fields
 
-CHOSEN = (*SPMD_AXES, "zero", "sequence_parallel", "context", "remat")
+CHOSEN = (*AXES, "zero", "sequence_parallel", "context", "remat", "schedule", "chunks")
 """The fields that the search fills in where they are not pinned."""
 
 
+MICROBATCHES = tuple(2**i for i in range(8))
+"""What is tried where they are chosen."""
+CHUNKS = (2, 4)
+"""Of each stage of an interleaved pipeline, where they are chosen."""
 REMATS: tuple[Any, ...] = ((("*", "cheap"),), (("*", "products"),), "blocks")
 """What is tried of `remat`, from the one that computes least again; all blocks keep the same (`Strategy.remat`)."""
+
+
+_FREE = "microbatches=auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,29 +38,35 @@ class Request:
 
     devices: int
     pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    chooses_microbatches: bool = False
 
     def __post_init__(self):
         if self.devices < 1:
             raise StrategyError(f"devices={self.devices}: a strategy needs at least one device")
-        fixed = {name: value for name, value in self.pins.items() if name not in CHOSEN}
-        if fixed.get(PP, 1) != 1:
+        if self.pins.get(PP, 1) != 1 and "microbatches" not in self.pins and not self.chooses_microbatches:
             raise StrategyError(
-                f"auto with pp={fixed[PP]}: pipelines are not searched yet, as microbatches are part of what the user decides; "
-                f"write the strategy whole, such as 'pp={fixed[PP]},fsdp={max(1, self.devices // fixed[PP])},microbatches=8'"
+                f"auto with pp={self.pins[PP]}: a pipeline works on microbatches, whose mean is the loss of the whole batch for some losses only, so they are not chosen "
+                "unasked; add microbatches=8, or microbatches=auto"
             )
-        for axis in SPMD_AXES:
+        if self.pins.get("stages"):
+            raise StrategyError("auto with stages: they name chunks of one pipeline; leave them out, or write the strategy whole")
+        for axis in AXES:
             size = self.pins.get(axis, 1)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1 or self.devices % size:
                 raise StrategyError(f"auto with {axis}={size!r} on {self.devices} devices: an axis has a size that divides the number of devices")
 
     @property
+    def has_microbatches(self) -> bool:
+        return self.chooses_microbatches or self.pins.get("microbatches", 1) > 1
+
+    @property
     def text(self) -> str:
         """What `parse` reads."""
-        return ",".join(["auto", *(f"{name}={field_text(value)}" for name, value in self.pins.items())])
+        return ",".join(["auto", *(f"{name}={field_text(value)}" for name, value in self.pins.items()), *(["microbatches=auto"] if self.chooses_microbatches else [])])
 
     @classmethod
     def parse(cls, text: str, devices: int) -> "Request":
-        """Read ``"auto"`` or ``"auto,tp=2,precision=bf16"``.
+        """Read ``"auto"``, ``"auto,tp=2,precision=bf16"`` or ``"auto,microbatches=auto"``.
 
         Raises:
             StrategyError: a field is unknown, set twice, or has a value that it cannot have.
@@ -60,7 +74,9 @@ class Request:
         first, _, rest = text.partition(",")
         if first.strip() != "auto":
             raise StrategyError(f"strategy {text!r}: a search is asked for by 'auto', with pins behind it as in 'auto,tp=2'")
-        return cls(devices=devices, pins=parse_fields(rest))
+        parts = [part.strip() for part in rest.split(",")]
+        is_free = [part.replace(" ", "") == _FREE for part in parts]
+        return cls(devices=devices, pins=parse_fields(",".join(part for part, free in zip(parts, is_free) if not free)), chooses_microbatches=any(is_free))
 
     def without(self, name: str) -> "Request":
         """The same request with one pin less."""
@@ -71,7 +87,7 @@ class Request:
 class Limits:
     """Facts of a step, and of the hardware, that bound the space before anything is evaluated."""
 
-    batch_size: int | None = None  # rows that the data axes split; None: no batch
+    batch_size: int | None = None  # rows that the data axes and microbatches split; None: no batch
     num_experts: int = 0  # that `ep` can split
     model_ranks: int | None = None  # tp * cp at most, unless one of them is pinned: the devices of one host
     needed: frozenset[str] = frozenset()  # axes that annotations name
@@ -93,24 +109,37 @@ class Refusals:
 
 def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator[Strategy]:
     """Every strategy that the request allows; what cannot be is noted with its reason. ZeRO-2 is ZeRO-1 in a program of a whole step."""
-    for sizes in _meshes(request.devices, [request.pins.get(axis) for axis in SPMD_AXES]):
-        mesh = dict(zip(SPMD_AXES, sizes))
+    for sizes in _meshes(request.devices, [request.pins.get(axis, 1 if axis == PP and not request.has_microbatches else None) for axis in AXES]):
+        mesh = dict(zip(AXES, sizes))
         reason = _refusal(mesh, request, limits)
         if reason is not None:
             refusals.add(reason)
             continue
-        for choice in _choices(mesh, request):
-            fields = {**request.pins, **mesh, **choice}
-            try:
-                yield Strategy(**fields)
-            except StrategyError as error:
-                refusals.add(str(error))
+        for count in _microbatches(mesh, request, limits):
+            for choice in _choices(mesh, count, request):
+                fields = {**request.pins, **mesh, **choice, "microbatches": count}
+                try:
+                    strategy = Strategy(**fields)
+                    if strategy.pp > 1:
+                        check_schedule(strategy.schedule, strategy.pp, count, strategy.chunks)
+                except StrategyError as error:
+                    refusals.add(str(error))
+                    continue
+                yield strategy
+
+
+def _microbatches(mesh: Mapping[str, int], request: Request, limits: Limits) -> Sequence[int]:
+    """Numbers of microbatches to choose from."""
+    if not request.chooses_microbatches:
+        return (int(request.pins.get("microbatches", 1)),)
+    rows = None if limits.batch_size is None else limits.batch_size // math.prod(mesh[axis] for axis in DATA_AXES)
+    return [count for count in MICROBATCHES if count >= mesh[PP] and (count == 1 or (rows is not None and rows % count == 0))]
 
 
 def first_strategy(request: Request) -> Strategy:
     """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`."""
     left = request.devices
-    for axis in SPMD_AXES:
+    for axis in AXES:
         left //= request.pins.get(axis, 1)
     axis = FSDP if FSDP not in request.pins else DP
     fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == DP and request.pins[FSDP] == 1)}
@@ -134,7 +163,7 @@ def _meshes(devices: int, pins: Sequence[object]) -> Iterator[tuple[int, ...]]:
 
 def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str | None:
     data = math.prod(mesh[axis] for axis in DATA_AXES)
-    if limits.batch_size is not None and limits.batch_size % data and not set(DATA_AXES) & set(request.pins):
+    if limits.batch_size is not None and limits.batch_size % (data * request.pins.get("microbatches", 1)) and not set(DATA_AXES) & set(request.pins):
         return f"the data axes do not divide the batch of {limits.batch_size} rows"
     if mesh[EP] > 1 and EP not in request.pins and (not limits.num_experts or limits.num_experts % mesh[EP]):
         return f"ep does not divide {limits.num_experts} experts" if limits.num_experts else "no experts for ep to split"
@@ -147,13 +176,19 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
     return None
 
 
-def _choices(mesh: Mapping[str, int], request: Request) -> Iterator[dict[str, Any]]:
+def _choices(mesh: Mapping[str, int], microbatches: int, request: Request) -> Iterator[dict[str, Any]]:
     """The fields that say how the axes of a mesh are used."""
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
+    if mesh[PP] > 1:
+        schedules += ("zb-h1", 1), *(("interleaved", chunks) for chunks in CHUNKS if microbatches % mesh[PP] == 0)
+        if "schedule" in request.pins or "chunks" in request.pins:
+            schedules += ("gpipe", 1), ("interleaved", request.pins.get("chunks", 2))
+    schedules = tuple(dict.fromkeys(item for item in schedules if request.pins.get("schedule", item[0]) == item[0] and request.pins.get("chunks", item[1]) == item[1]))
     free = {
-        "zero": (None, 1) if mesh[FSDP] > 1 and request.pins.get("microbatches", 1) == 1 else (None, 2, 1) if mesh[FSDP] > 1 else (None,),
+        "zero": (None, 1) if mesh[FSDP] > 1 and microbatches == 1 else (None, 2, 1) if mesh[FSDP] > 1 else (None,),
         "sequence_parallel": (False, True) if mesh[TP] > 1 else (False,),
         "context": CONTEXTS if mesh[CP] > 1 else CONTEXTS[:1],
     }
     names = [name for name in free if name not in request.pins]
-    for values in itertools.product(*(free[name] for name in names)):
-        yield dict(zip(names, values))
+    for (schedule, chunks), *values in itertools.product(schedules, *(free[name] for name in names)):
+        yield dict(zip(names, values)) | {"schedule": schedule, "chunks": chunks}

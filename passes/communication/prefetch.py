@@ -114,7 +114,7 @@ def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
         return 0
     weight, order, count = gather.meta["val"], _order(step), 0
     for reader in (node for node in readers(gather) if node.target in _PRODUCTS):
-        found = {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS}
+        found = {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS and product is not reader}
         for product in sorted(found, key=order.__getitem__):
             factor = min(_factors(product), key=lambda node: node.meta["val"].numel())
             if product.meta["val"].numel() == weight.numel() > factor.meta["val"].numel() and _move_behind(product, reader, order):

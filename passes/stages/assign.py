@@ -8,7 +8,8 @@ parameters already lie restrict the choice.
 
 import fnmatch
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.fx
 
@@ -107,9 +108,39 @@ def _with_pins(forward: Forward, places: list[int], pins: Mapping[torch.fx.Node,
 
 
 def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Strategy, homes: Mapping[str, int]) -> list[int]:
-    """Edges of the chunks in the list of units: chunk c is units ``edges[c]`` to ``edges[c + 1] - 1``."""
-    num_chunks, count = strategy.pp * strategy.chunks, len(found)
+    """Edges of the chunks in the list of units, as pins and the places of parameters let them be."""
+    num_chunks = strategy.pp * strategy.chunks
+
+    def costs(unit: Unit, chunk: int) -> float:
+        return unit.cost + _moved(unit, chunk % strategy.pp, homes)
+
+    edges = dealt(found, num_chunks, costs, lambda place, chunk: not allowed[place] - {chunk}, most=math.inf if homes or strategy.stages else None)
+    if edges is None:
+        raise StrategyError(
+            f"stages={dict(strategy.stages)} leaves no way to give each of the {num_chunks} chunks a part of the model, in "
+            "order: pin fewer modules, or to other numbers"
+        )
+    return edges
+
+
+def dealt(
+    found: Sequence[Unit],
+    num_chunks: int,
+    costs: Callable[[Unit, int], float] = lambda unit, chunk: unit.cost,
+    may_lie: Callable[[int, int], bool] = lambda place, chunk: True,
+    most: float | None = None,
+) -> list[int] | None:
+    """Edges of the chunks in a list of units: chunk c is units ``edges[c]`` to ``edges[c + 1] - 1``; None where there is no way.
+
+    Args:
+        costs: of a unit in a chunk.
+        may_lie: whether the unit at a place may be in a chunk.
+        most: what no chunk of a best deal costs; None: what dealing out greedily never exceeds, where every unit may be anywhere.
+    """
+    count = len(found)
     entry = _entry_costs(found, num_chunks)
+    if most is None:
+        most = sum(unit.cost for unit in found) / num_chunks + max(unit.cost for unit in found) + 2 * max(entry)
     best: list[dict[int, tuple[float, float, int]]] = [
         {0: (0.0, 0.0, 0)}
     ]  # units so far -> dearest chunk, sum of squares, last edge
@@ -119,17 +150,16 @@ def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Stra
         for first, (dearest, squares, _) in best[-1].items():
             cost = entry[first]
             for last in range(first, count - rest):
-                if allowed[last] - {chunk}:
+                if not may_lie(last, chunk):
                     break
-                cost += found[last].cost + _moved(found[last], chunk % strategy.pp, homes)
+                cost += costs(found[last], chunk)
+                if cost > most and last > first:
+                    break
                 option = (max(dearest, cost), squares + cost * cost, first)
                 row[last + 1] = min(option, row.get(last + 1, option))
         best.append(row)
     if count not in best[-1]:
-        raise StrategyError(
-            f"stages={dict(strategy.stages)} leaves no way to give each of the {num_chunks} chunks a part of the model, in "
-            "order: pin fewer modules, or to other numbers"
-        )
+        return None
     edges = [count]
     for row in reversed(best[1:]):
         edges.append(row[edges[-1]][2])

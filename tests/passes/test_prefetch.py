@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import transformers
-from gpt2_steps import buckets_at_once, captured, gpt2, spread
+from gpt2_steps import BATCH, buckets_at_once, captured, gpt2, spread
 from simulate import simulate
 
 from graphacc.errors import StrategyError
@@ -105,6 +105,20 @@ def test_a_large_gradient_waits_for_what_reads_its_weight():
         if node.target is torch.ops.aten.mm.default and vocabulary in node.meta["val"].shape and node.meta["phase"] is Phase.BACKWARD:
             waits += [factor.args[1] for factor in node.args if factor.target is torch.ops.graphacc.after.default]
     assert [(wait.target, wait.args[0].meta["val"].shape[1], wait.meta["val"].shape[1]) for wait in waits] == [(torch.ops.aten.mm.default, vocabulary, width)]
+
+
+def test_a_gradient_as_large_as_what_reads_the_weight():
+    """As many rows as the weight has: the gradient of the activation has the weight's size, too, and is no gradient of a weight (Llama-8B, 4096 tokens)."""
+    size, wide, ranks = 2048, 4608, 2
+    length = ranks * size // BATCH
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=size, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=wide,
+            max_position_embeddings=length, use_cache=False,
+        )  # fmt: skip
+        program = spread(captured(transformers.LlamaForCausalLM(config), length), f"fsdp={ranks}")
+    program.verify()
+    assert most_gathered(program)["backward"] <= 2
 
 
 @pytest.mark.matrix

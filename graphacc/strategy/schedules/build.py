@@ -29,9 +29,7 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, chunks: in
     Raises:
         StrategyError: the name is unknown, or the numbers do not fit the schedule.
     """
-    if name not in SCHEDULES:
-        raise StrategyError(f"schedule={name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
-    _check_counts(name, num_stages, num_microbatches, chunks)
+    check_schedule(name, num_stages, num_microbatches, chunks)
     order = SCHEDULES[name]
     return Schedule(
         name=name,
@@ -42,7 +40,10 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, chunks: in
     )
 
 
-def _check_counts(name: str, num_stages: int, num_microbatches: int, chunks: int) -> None:
+def check_schedule(name: str, num_stages: int, num_microbatches: int, chunks: int = 1) -> None:
+    """Check what `build_schedule` is given; arguments and errors are its own."""
+    if name not in SCHEDULES:
+        raise StrategyError(f"schedule={name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
     if num_microbatches < num_stages:
         raise StrategyError(
             f"pp={num_stages} needs at least as many microbatches as stages to keep them busy, got "

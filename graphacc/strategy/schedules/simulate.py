@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 from graphacc.errors import StrategyError
 from graphacc.strategy.schedules.schedule import Action, Costs, Part, Schedule
@@ -27,14 +28,17 @@ def validate(schedule: Schedule) -> None:
     simulate(schedule)
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] = Costs()) -> Simulation:
     """Play a schedule: every stage does its actions in order, each as soon as what it reads is there.
+
+    Args:
+        costs: of every chunk, or one for all.
 
     Raises:
         StrategyError: as `validate`.
     """
     _check_complete(schedule)
-    spans = _play(schedule, costs)
+    spans = _play(schedule, [costs] * schedule.num_chunks if isinstance(costs, Costs) else costs)
     makespan = max((end for _, end in spans.values()), default=0.0)
     busy = sum(end - start for start, end in spans.values())
     return Simulation(
@@ -73,7 +77,7 @@ def _check_complete(schedule: Schedule) -> None:
         raise StrategyError(f"schedule {schedule.name!r}: {'; '.join(sorted(problems)[:5])}")
 
 
-def _play(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
+def _play(schedule: Schedule, costs: Sequence[Costs]) -> dict[Action, tuple[float, float]]:
     spans: dict[Action, tuple[float, float]] = {}
     places, free = [0] * schedule.num_stages, [0.0] * schedule.num_stages
     moved = True
@@ -85,9 +89,9 @@ def _play(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]
                 needed = schedule.requirements(action)
                 if any(other not in spans for other in needed):
                     break
-                arrivals = (spans[other][1] + costs.transfer * (schedule.stage_of(other.chunk) != stage) for other in needed)
+                arrivals = (spans[other][1] + costs[other.chunk].transfer * (schedule.stage_of(other.chunk) != stage) for other in needed)
                 start = max(free[stage], *arrivals, 0.0)
-                free[stage] = start + costs.of(action.part, schedule.splits_backward)
+                free[stage] = start + costs[action.chunk].of(action.part, schedule.splits_backward)
                 spans[action] = (start, free[stage])
                 places[stage] += 1
                 moved = True
