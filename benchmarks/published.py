@@ -36,6 +36,7 @@ from graphacc.errors import StrategyError
 from graphacc.search import Search
 from graphacc.search.estimate import Estimate, Profile
 from graphacc.search.model import search_of
+from graphacc.search.pipeline import Depth, chunks_of_profile, estimate_of
 from graphacc.strategy import Strategy
 
 RUNS = pathlib.Path(__file__).with_name("published_steps.csv")
@@ -111,6 +112,8 @@ def run_of(row: dict[str, str]) -> Run:
         tp=int(row["tp"]),
         sequence_parallel=row["sp"] == "1" and int(row["tp"]) > 1,
         cp=int(row["cp"] or 1),
+        pp=int(row["pp"] or 1),
+        **({"schedule": "interleaved", "chunks": int(row["vpp"])} if int(row["vpp"] or 1) > 1 else {}),
         context="ring" if int(row["cp"] or 1) > 1 and row["sp"] != "1" else "ulysses",  # the ring with sequence parallelism is refused
         microbatches=sequences // data // int(row["microbatch"]),
         remat="blocks" if row["recompute"] == "full" else (("*", "products"),) if "SAVE_DOT_ONLY" in row["note"] else "none",
@@ -150,7 +153,6 @@ def _check(row: dict[str, str]) -> None:
     reasons = (
         ("fp8", row["precision"].startswith("fp8")),
         ("the strategy is not said", not row["tp"]),
-        ("pipelines: not estimated yet", row["pp"] not in ("", "1")),
         ("experts", row["ep"] not in ("", "1")),
         ("activations on the host", "offload" in row["recompute"]),
         ("the number of layers is not said", not row["layers"]),
@@ -269,6 +271,7 @@ class Profiles:
             known = self.rows[run.shape] or 2
             self.rows[run.shape] = math.lcm(known, 2 * run.microbatch)
         self._searches: dict[Shape, Search] = {}
+        self._depths: dict[Shape, Depth] = {}
         self._profiles: dict[tuple, Profile] = {}
         self._priced: dict[tuple, Profile] = {}
 
@@ -277,9 +280,13 @@ class Profiles:
         strategy = run.strategy
         key = run.shape, run.microbatch, strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.remat, strategy.reduce_dtype
         if key not in self._profiles:
-            rank = strategy.replace(dp=self.rows[run.shape] // run.microbatch, fsdp=1, zero=None, microbatches=1)
+            rank = strategy.replace(dp=self.rows[run.shape] // run.microbatch, fsdp=1, zero=None, microbatches=1, pp=1, schedule="1f1b", chunks=1)
             self._profiles[key] = self._search(run.shape).profile_of(rank)
         profile = self._at(key, hardware.chip)
+        if strategy.pp > 1:
+            share = run.microbatch / self.rows[run.shape]
+            chunks = chunks_of_profile(profile, self._depth(run.shape), strategy, hardware, share, sums_once=run.sums_once)
+            return estimate_of(chunks, strategy, hardware, plays=False)
         found = profile.estimate(strategy, hardware, sums_once=run.sums_once)
         kept = profile.gradient_bytes(strategy) if strategy.microbatches > 1 else 0
         return dataclasses.replace(found, other_bytes=found.other_bytes + kept)
@@ -291,6 +298,11 @@ class Profiles:
             profile = self._profiles[key]
             self._priced[key, chip] = dataclasses.replace(profile, cost=profile.cost.on(chip))
         return self._priced[key, chip]
+
+    def _depth(self, shape: Shape) -> Depth:
+        if shape not in self._depths:
+            self._depths[shape] = Depth(self._search(shape).reduced)
+        return self._depths[shape]
 
     def _search(self, shape: Shape) -> Search:
         if shape not in self._searches:

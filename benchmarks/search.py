@@ -1,8 +1,8 @@
 """Predicted against measured: every strategy of eight virtual CPU devices is estimated, compiled and run.
 
 The plan's hardware is this machine's, as `graphacc calibrate --devices 8` measured it (run that first; nothing is fitted on what is
-measured here). For each strategy: seconds of a step predicted and measured (the median of the rounds), bytes of a device predicted and as
-XLA has them. Below the table: Kendall's tau of the two orders, how much slower the chosen strategy is than the best measured, and how far
+measured here). For each strategy: seconds of a step predicted and measured (the least of the rounds, in turn with steps of the chosen strategy, by
+which what the machine's speed changes meanwhile is taken out), bytes of a device predicted and as XLA has them. Below the table: Kendall's tau of the two orders, how much slower the chosen strategy is than the best measured, and how far
 memory is off. The machine must be quiet.
 
     graphacc calibrate --devices 8
@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import resource
-import statistics
 import time
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -31,7 +30,7 @@ from graphacc.errors import StrategyError
 from graphacc.search.model import search_of
 from graphacc.search.space import Refusals, Request, candidates
 
-DEVICES, BATCH, LENGTH, VOCABULARY = 8, 16, 128, 2048
+DEVICES, BATCH, LENGTH, VOCABULARY = 8, 8, 64, 2048
 COMMON = dict(vocab_size=VOCABULARY, use_cache=False, bos_token_id=0, eos_token_id=0)
 
 
@@ -55,21 +54,31 @@ def mixtral() -> torch.nn.Module:
 MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
 
 
-def measured(make, strategy, batch: dict, rounds: int) -> tuple[float, int]:
-    """Median seconds of a step, and bytes of a device in the compiled program."""
-    torch.manual_seed(0)
-    model = graphacc.compile(make(), strategy=strategy, devices=DEVICES, cache_dir=None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    seconds = []
-    for _ in range(rounds + 2):
+class Measured:
+    """A compiled model, and the seconds of its steps."""
+
+    def __init__(self, make, strategy, batch: dict):
+        torch.manual_seed(0)
+        self.model = graphacc.compile(make(), strategy=strategy, devices=DEVICES, cache_dir=None)
+        self.optimizer, self.batch = torch.optim.AdamW(self.model.parameters(), lr=1e-4), batch
+        for _ in range(2):
+            self.step()
+        self.bytes = self.model.memory().measured_bytes
+
+    def step(self) -> float:
         start = time.perf_counter()
-        loss = model(**batch).loss
+        loss = self.model(**self.batch).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         loss.item()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:]), model.memory().measured_bytes
+        return time.perf_counter() - start
+
+
+def beside(reference: Measured, other: Measured, rounds: int) -> tuple[float, float]:
+    """The least seconds of a step of both, in turn."""
+    steps = [(reference.step(), other.step()) for _ in range(rounds)]
+    return min(mine for mine, _ in steps), min(theirs for _, theirs in steps)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -90,9 +99,13 @@ def compare(args: argparse.Namespace) -> None:
     plan = search.run(Request.parse("auto", DEVICES))
     chosen = [strategy for i, (_, strategy) in enumerate(everything) if i % args.every == 0 or strategy == plan.strategy]
     print(f"{'strategy':44}{'predicted ms':>13}{'measured ms':>12}{'ratio':>7}{'predicted MB':>13}{'XLA MB':>9}{'ratio':>7}")
+    reference = Measured(make, plan.strategy, batch)
+    usual = min(reference.step() for _ in range(3 * args.rounds))
     for strategy in chosen:
         estimate = search.evaluate(strategy)
-        seconds, size = measured(make, strategy, batch, args.rounds)
+        other = Measured(make, strategy, batch)
+        now, seconds = beside(reference, other, args.rounds)
+        seconds, size = seconds * usual / now, other.bytes
         rows.append(dict(strategy=str(strategy), predicted=estimate.seconds, measured=seconds, predicted_bytes=estimate.bytes_per_device, bytes=size, needed=search.needed(estimate), parts=estimate.parts()))
         print(f"{strategy!s:44}{estimate.seconds * 1e3:13.1f}{seconds * 1e3:12.1f}{estimate.seconds / seconds:7.2f}{estimate.bytes_per_device / 1e6:13.1f}{size / 1e6:9.1f}{estimate.bytes_per_device / size:7.2f}", flush=True)
     best = min(row["measured"] for row in rows)

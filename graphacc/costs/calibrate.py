@@ -119,15 +119,15 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     """The hardware whose times come closest to the measured ones.
 
     The peak of a dtype is the rate of its fastest product, and the efficiency by smallest dim the geometric mean over dtypes of the
-    other rates against it. The bandwidth is that of the faster of a stream and a fused kernel, its share their geometric mean. Of
-    collectives, meeting, latency and seconds per byte of each kind are found by non-negative least squares of relative errors.
+    other rates against it. The bandwidth is that of the largest stream, and smaller ones have their multiples of it. Of
+    collectives, meeting and seconds per byte of each kind, and the latency of all, are found by non-negative least squares of relative errors.
 
     Args:
         device_kind: as JAX says it.
         memory_bytes: of one device, as JAX says; the preset's, where the kind has one, is taken first.
     """
     name = preset_name(device_kind)
-    of_kind = {kind: [item for item in measurements if item.kind == kind] for kind in ("product", "stream", "fusion", "launch")}
+    of_kind = {kind: [item for item in measurements if item.kind == kind] for kind in ("product", "stream", "launch")}
     launch = of_kind["launch"][0].seconds
 
     def working(item: Measurement) -> float:
@@ -140,17 +140,20 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     for dtype, found in rates.items():
         for dims, rate in found.items():
             shares.setdefault(min(dims or ()), []).append(rate / peaks[dtype])
-    streams = [item.size_bytes / working(item) for item in (*of_kind["stream"], *of_kind["fusion"])]
+    largest = max(item.size_bytes for item in of_kind["stream"])
+    streams = {item.size_bytes: item.size_bytes / working(item) for item in of_kind["stream"] if item.seconds > 3 * launch or item.size_bytes == largest}  # of shorter ones the launch is what was measured
+    bandwidth = streams[largest]
     is_cpu = name == "cpu"
     chip = Chip(
         name=name or re.sub(r"\W+", "-", device_kind),
         fp32_flops=peaks["fp32"],
         bf16_flops=peaks["bf16"],
-        memory_bandwidth=max(streams),
+        memory_bandwidth=bandwidth,
         memory_bytes=main_memory_bytes() // num_devices if is_cpu else PRESETS[name].chip.memory_bytes if name else memory_bytes or 2**34,
         launch_seconds=launch,
         product_efficiency=tuple((size, min(_geometric_mean(found), 1.0)) for size, found in sorted(shares.items())),
-        memory_efficiency=_geometric_mean(streams) / max(streams),
+        memory_efficiency=1.0,
+        stream_rates=tuple((size, rate / bandwidth) for size, rate in sorted(streams.items())),
     )
     hardware = Hardware(
         chip=chip,
@@ -168,20 +171,23 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
 
 
 def _with_links(hardware: Hardware, measurements: Sequence[Measurement], num_devices: int, name: str) -> Hardware:
-    """With one level of links, fitted to collectives."""
+    """With one level of links, fitted to collectives: a step of theirs takes the same for all kinds, what they begin with and a byte do not."""
     kinds = [kind for kind in COLLECTIVES if any(item.kind == kind for item in measurements)]
-    rows = np.zeros((len(measurements), 2 + len(kinds)))
+    rows = np.zeros((len(measurements), 1 + 2 * len(kinds)))
     for row, item in zip(rows, measurements, strict=True):
         ((steps, share),) = collective_counts(item.kind, (item.num_ranks,), shared_memory=hardware.shared_cores > 0)
-        row[0], row[1], row[2 + kinds.index(item.kind)] = 1.0, steps, share * item.size_bytes
+        at = kinds.index(item.kind)
+        row[0], row[1 + at], row[1 + len(kinds) + at] = steps, 1.0, share * item.size_bytes
     seconds = np.array([item.seconds for item in measurements])
     scale = rows.max(0)
-    (meeting, latency, *per_byte), _ = nnls(rows / seconds[:, None] / scale, np.ones(len(seconds)))
-    rates = {kind: scale[2 + i] / max(x, 1e-12) for i, (kind, x) in enumerate(zip(kinds, per_byte, strict=True))}
+    (latency, *both), _ = nnls(rows / seconds[:, None] / scale, np.ones(len(seconds)))
+    meetings = [both[i] / scale[1 + i] for i in range(len(kinds))]
+    rates = {kind: scale[1 + len(kinds) + i] / max(both[len(kinds) + i], 1e-12) for i, kind in enumerate(kinds)}
     first = rates[kinds[0]]
-    level = Level(name=name, size=num_devices, bandwidth=first, latency_seconds=latency / scale[1])
+    level = Level(name=name, size=num_devices, bandwidth=first, latency_seconds=latency / scale[0])
     shares = tuple((kind, rate / first) for kind, rate in rates.items() if kind != kinds[0])
-    return hardware.replace(levels=(level,), meeting_seconds=meeting / scale[0], collective_shares=shares)
+    others = tuple((kind, meeting) for kind, meeting in zip(kinds, meetings) if kind != kinds[0])
+    return hardware.replace(levels=(level,), meeting_seconds=meetings[0], collective_meetings=others, collective_shares=shares)
 
 
 def predict(item: Measurement, hardware: Hardware) -> float:

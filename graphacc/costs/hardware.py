@@ -61,6 +61,7 @@ class Chip:
     launch_seconds: float  # of one kernel
     product_efficiency: tuple[tuple[int, float], ...]  # (smallest of m, k, n; share of the peak), by size; interpolated over the logarithm
     memory_efficiency: float  # share of the memory bandwidth that streams reach
+    stream_rates: tuple[tuple[int, float], ...] = ()  # (bytes read and written, multiple of `memory_bandwidth * memory_efficiency`): what caches hold streams faster; by size, interpolated over the logarithm
     attention_efficiency: float = 1.0  # share that a fused attention reaches of what a product of its dims would (see `Work.dims`)
 
     def __post_init__(self):
@@ -75,6 +76,9 @@ class Chip:
                 "with growing dims from 1 and shares above 0 and at most 1"
             )
         object.__setattr__(self, "product_efficiency", tuple(map(tuple, self.product_efficiency)))
+        if self.stream_rates and not _is_table(self.stream_rates, most=math.inf):
+            raise StrategyError(f"stream_rates={self.stream_rates} of chip {self.name!r}: give pairs (bytes, multiple) with growing bytes from 1 and multiples above 0, or none")
+        object.__setattr__(self, "stream_rates", tuple(map(tuple, self.stream_rates)))
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s of the largest products in "fp32" or "bf16", before `efficiency`.
@@ -91,6 +95,15 @@ class Chip:
         """Share of the peak that products reach whose smallest of (m, k, n) is this, a number or an array."""
         sizes, shares = zip(*self.product_efficiency)
         return np.interp(np.log(np.maximum(smallest_dim, 1)), np.log(sizes), shares)
+
+
+    def stream_rate(self, size_bytes):
+        """Bytes/s of kernels that read and write so many, a number or an array."""
+        base = self.memory_bandwidth * self.memory_efficiency
+        if not self.stream_rates:
+            return base
+        sizes, rates = zip(*self.stream_rates)
+        return base * np.interp(np.log(np.maximum(size_bytes, 1)), np.log(sizes), rates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +134,7 @@ class Hardware:
     levels: tuple[Level, ...] = ()  # from inside to outside; none: one chip
     meeting_seconds: float = 0.0  # of every collective, before its first step
     collective_shares: tuple[tuple[str, float], ...] = ()  # (collective, share of the links' bandwidth that it reaches); 1 if left out
+    collective_meetings: tuple[tuple[str, float], ...] = ()  # (collective, its `meeting_seconds`); those of all if left out
     reserve_bytes: int = 0  # of each device's memory, for what no program sees: context, communication buffers, fragmentation
     shared_cores: int = 0  # 0: every device has its own
     source: str  # where the constants come from
@@ -132,6 +146,9 @@ class Hardware:
         if not _is_shares(self.collective_shares):
             raise StrategyError(f"collective_shares={self.collective_shares!r} must be pairs (collective, number above 0)")
         object.__setattr__(self, "collective_shares", tuple(map(tuple, self.collective_shares)))
+        if not _is_shares(self.collective_meetings, least=0.0):
+            raise StrategyError(f"collective_meetings={self.collective_meetings!r} must be pairs (collective, seconds of at least 0)")
+        object.__setattr__(self, "collective_meetings", tuple(map(tuple, self.collective_meetings)))
         for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "error"):
             _check(self, field, "a number of at least 0", lambda x: x >= 0)
         if self.reserve_bytes >= self.chip.memory_bytes:
@@ -261,18 +278,18 @@ def _group(sizes: tuple[int, ...], along: tuple[int, ...], units: tuple[int, ...
     return tuple(min(int(np.unique(group // unit, return_counts=True)[1].min()) for group in groups) for unit in units)
 
 
-def _is_table(table: object) -> bool:
-    """Whether this is a table of efficiencies."""
+def _is_table(table: object, most: float = 1.0) -> bool:
+    """Whether this is a table of shares by size."""
     if not isinstance(table, list | tuple) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in table):
         return False
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for row in table for x in row)
     sizes = [size for size, _ in table]
-    return bool(table) and numbers and sizes == sorted(set(sizes)) and sizes[0] >= 1 and all(0 < share <= 1 for _, share in table)
+    return bool(table) and numbers and sizes == sorted(set(sizes)) and sizes[0] >= 1 and all(0 < share <= most for _, share in table)
 
 
-def _is_shares(pairs: object) -> bool:
+def _is_shares(pairs: object, least: float = math.ulp(0.0)) -> bool:
     return isinstance(pairs, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int | float) and pair[1] > 0 for pair in pairs
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int | float) and pair[1] >= least for pair in pairs
     )
 
 

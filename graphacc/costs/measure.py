@@ -20,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _ALL: tuple[str, ...] = ("group", "pair")  # axes of the mesh: together all devices, and "pair" groups of two
 _CHAIN = 4  # products, one after the other
+_STREAMS = 8  # element-wise kernels, one after the other
 _LAUNCHES = 64
+_EXCHANGES = 4  # collectives, one after the other
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
@@ -28,7 +30,7 @@ _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 class Measurement:
     """One time, the shortest of several."""
 
-    kind: str  # "product", "stream", "fusion", "launch", or a collective
+    kind: str  # "product", "stream", "launch", or a collective
     seconds: float
     dtype: str = "fp32"
     dims: tuple[int, int, int] | None = None  # (m, k, n) of a product
@@ -42,14 +44,14 @@ class _Sizes:
 
     products: tuple[int, ...]  # smallest dims
     width: int  # the other two dims
-    stream_bytes: int  # of one array on one device
+    streams: tuple[int, ...]  # bytes of one array on one device
     collectives: tuple[int, ...]  # bytes
     rounds: int  # the shortest of so many counts
 
 
-_ACCELERATOR = _Sizes(products=(64, 256, 1024, 4096, 8192), width=8192, stream_bytes=2**28, collectives=(2**16, 2**20, 2**24, 2**28), rounds=10)
-_CPU = _Sizes(products=(16, 64, 256, 1024), width=1024, stream_bytes=2**23, collectives=(2**14, 2**18, 2**22, 2**24), rounds=7)
-_QUICK = _Sizes(products=(16, 256), width=256, stream_bytes=2**20, collectives=(2**14, 2**18, 2**21), rounds=3)
+_ACCELERATOR = _Sizes(products=(64, 256, 1024, 4096, 8192), width=8192, streams=(2**20, 2**23, 2**26, 2**28), collectives=(2**16, 2**20, 2**24, 2**28), rounds=10)
+_CPU = _Sizes(products=(16, 64, 256, 1024), width=1024, streams=(2**14, 2**17, 2**19, 2**21), collectives=(2**14, 2**16, 2**18, 2**20, 2**22), rounds=9)
+_QUICK = _Sizes(products=(16, 256), width=256, streams=(2**14, 2**20), collectives=(2**14, 2**18, 2**21), rounds=3)
 
 
 class _Bench:
@@ -63,7 +65,7 @@ class _Bench:
 
     def run(self) -> list[Measurement]:
         products = [self._product(size, dtype) for dtype in _DTYPES for size in self.sizes.products]
-        return [*products, self._stream(), self._fusion(), self._launch(), *self._collectives()]
+        return [*products, *map(self._stream, self.sizes.streams), self._launch(), *self._collectives()]
 
     def _product(self, smallest: int, dtype: str) -> Measurement:
         width = self.sizes.width
@@ -76,14 +78,27 @@ class _Bench:
         seconds = self._seconds(chain, self._array((smallest, width), dtype), self._array((width, width), dtype))
         return Measurement(kind="product", seconds=seconds / _CHAIN, dtype=dtype, dims=(smallest, width, width))
 
-    def _stream(self) -> Measurement:
-        seconds = self._seconds(lambda x: x * 2 + 1, self._array((self.sizes.stream_bytes // 4,)))
-        return Measurement(kind="stream", seconds=seconds, size_bytes=2 * self.sizes.stream_bytes)
+    def _stream(self, size: int) -> Measurement:
+        """Of one of several element-wise kernels as in training: each reads what was just written, and the later ones what the earlier ones have left, in turn.
 
-    def _fusion(self) -> Measurement:
-        arrays = [self._array((self.sizes.stream_bytes // 4,)) for _ in range(3)]
-        seconds = self._seconds(lambda x, y, z: jnp.tanh(x) * y + z, *arrays)
-        return Measurement(kind="fusion", seconds=seconds, size_bytes=4 * self.sizes.stream_bytes)
+        They are turns of loops, as XLA fuses what follows one another, on the CPU across `optimization_barrier` too.
+        """
+
+        def there_and_back(x):
+            def forward(i, state):
+                x, kept = state
+                x = x * 2 + 1
+                return x, lax.dynamic_update_index_in_dim(kept, x, i, 0)
+
+            def backward(i, state):
+                x, kept = state
+                return x * lax.dynamic_index_in_dim(kept, _STREAMS - 1 - i, 0, keepdims=False) + 1, kept
+
+            state = x, jnp.zeros((_STREAMS, *x.shape), x.dtype)
+            return lax.fori_loop(0, _STREAMS, backward, lax.fori_loop(0, _STREAMS, forward, state))[0]
+
+        seconds = self._seconds(there_and_back, self._array((size // 4,)))
+        return Measurement(kind="stream", seconds=seconds / (2 * _STREAMS), size_bytes=3 * size)
 
     def _launch(self) -> Measurement:
         """Of one of many small kernels, which cannot be fused."""
@@ -101,9 +116,9 @@ class _Bench:
         groups = {_ALL: self.num_devices}
         if self.num_devices > self.mesh.shape["pair"] == 2:
             groups[_ALL[1:]] = 2
-        kinds: dict[str, Callable] = {
-            "all_gather": lambda x, axes: lax.all_gather(x, axes, tiled=True),
-            "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, tiled=True),
+        kinds: dict[str, Callable] = {  # each gives what it takes, so that several follow one another in one program, as in a step
+            "all_gather": lambda x, axes: lax.all_gather(x, axes, tiled=True)[: len(x)],
+            "reduce_scatter": lambda x, axes: lax.dynamic_update_slice_in_dim(x, lax.psum_scatter(x, axes, tiled=True), 0, 0),
             "all_reduce": lax.psum,
             "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
             "permute": self._to_the_next,
@@ -114,8 +129,13 @@ class _Bench:
                 for size in self.sizes.collectives[:: 1 if axes == _ALL else 2]:
                     count = size // 4 // num_ranks * num_ranks
                     x = self._array((count // num_ranks if kind == "all_gather" else count,))
-                    seconds = self._seconds(lambda x, run=collective, axes=axes: run(x, axes), x)
-                    found.append(Measurement(kind=kind, seconds=seconds, size_bytes=4 * count, num_ranks=num_ranks))
+
+                    def chain(x, run=collective, axes=axes):
+                        for _ in range(_EXCHANGES):
+                            x = run(x, axes)
+                        return x
+
+                    found.append(Measurement(kind=kind, seconds=self._seconds(chain, x) / _EXCHANGES, size_bytes=4 * count, num_ranks=num_ranks))
         return found
 
     def _to_the_next(self, x: jax.Array, axes) -> jax.Array:

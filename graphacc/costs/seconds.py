@@ -40,7 +40,7 @@ def compute_seconds(flops, dims, size_bytes, dtype: str, chip: Chip, attends: bo
     """
     smallest = math.inf if dims is None else np.min(np.asarray(dims), axis=-1)
     arithmetic = np.asarray(flops) / (chip.peak_flops(dtype) * chip.efficiency(smallest) * np.where(attends, chip.attention_efficiency, 1.0))
-    memory = np.asarray(size_bytes) / (chip.memory_bandwidth * chip.memory_efficiency)
+    memory = np.asarray(size_bytes) / chip.stream_rate(size_bytes)
     seconds = np.maximum(arithmetic, memory)
     return np.where(seconds > 0, seconds + chip.launch_seconds, 0.0)[()]
 
@@ -82,7 +82,7 @@ def collective_terms(kind: str, hardware: Hardware, group: tuple[int, ...]) -> t
     if not group or group[-1] == 1:
         return 0.0, 0.0
     counts = list(zip(collective_counts(kind, group, shared_memory=hardware.shared_cores > 0), hardware.levels, strict=True))
-    latency = hardware.meeting_seconds + sum(steps * level.latency_seconds for (steps, _), level in counts)
+    latency = dict(hardware.collective_meetings).get(kind, hardware.meeting_seconds) + sum(steps * level.latency_seconds for (steps, _), level in counts)
     reached = dict(hardware.collective_shares).get(kind, 1.0)
     return latency, max(share / level.bandwidth for (_, share), level in counts) / reached
 

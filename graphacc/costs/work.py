@@ -56,6 +56,9 @@ _FUSED = 8
 """A fused attention keeps its scores on the chip: it is as fast as a product whose smallest dim is so many times the head size. With the
 table of `Chip.product_efficiency` that is 55 % of H100's peak for D=128, where 58 % were fitted to published steps of NVIDIA's."""
 
+_TILE = 64
+"""Queries, or keys, that fill a fused attention's tiles; of fewer it is a product with a dim as small (the blocks of a ring)."""
+
 
 def node_work(node: torch.fx.Node) -> Work:
     """The work of one call as a kernel of its own; none of placeholders, views and collectives."""
@@ -192,7 +195,8 @@ def _flash_backward(args) -> tuple[float, tuple[int, int, int]]:
 def _within_band(whole: tuple[float, tuple[int, int, int]], args, left: int, right: int) -> tuple[float, tuple[int, int, int]]:
     flops, (queries, size, keys) = whole
     share = _scores(queries, keys, left, right) / max(queries * keys, 1)
-    return flops * share, (max(queries, _FUSED * size), _FUSED * size, max(keys, _FUSED * size))
+    queries, keys = (number if number < _TILE else max(number, _FUSED * size) for number in (queries, keys))
+    return flops * share, (queries, _FUSED * size, keys)
 
 
 def _scores(queries: int, keys: int, left: int, right: int) -> int:

@@ -36,7 +36,7 @@ from graphacc.search.cost import RETURNED, cost_of, path_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.pipeline import ChunkCost, Depth, chunks_of_profile, chunks_of_segments, estimate_of
 from graphacc.search.plan import Plan, Rival, size_text
-from graphacc.search.space import CHOSEN, REMATS, Limits, Refusals, Request, candidates
+from graphacc.search.space import CHOSEN, MICROBATCHES, REMATS, Limits, Refusals, Request, candidates
 from graphacc.strategy.axes import CP, EP, TP
 from graphacc.strategy.schedules import build_schedule
 from graphacc.strategy.spec import Strategy, field_text
@@ -134,8 +134,7 @@ class Search:
         return self._with_gradients(found, strategy)
 
     def _chunks(self, profile: Profile, strategy: Strategy) -> list[ChunkCost]:
-        captured = self.microbatches / strategy.microbatches
-        return chunks_of_profile(profile, self._depth, strategy, self.hardware, captured / (strategy.data_ranks * strategy.cp))
+        return chunks_of_profile(profile, self._depth, strategy, self.hardware, self.microbatches / (strategy.microbatches * strategy.data_ranks))
 
     @functools.cached_property
     def _depth(self) -> Depth:
@@ -208,7 +207,7 @@ class Search:
             tokens=_tokens(self.joint, self.batch_dims, self.microbatches),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
-            notes=self._notes(strategy),
+            notes=self._notes(strategy, ranked),
         )
 
     def plan_of(self, strategy: Strategy) -> Plan:
@@ -385,14 +384,29 @@ class Search:
             freed = [s for s, e in self._ranked(request.without(name), Refusals())[0] if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
             if freed:
                 lines.append(f"  {name}={field_text(getattr(freed[0], name))} in the place of {name}={field_text(request.pins[name])} ({freed[0]})")
+        if not request.has_microbatches and (fitting := self._with_microbatches(smallest)) is not None:
+            lines.append(f"  microbatches={fitting.microbatches} ({fitting}), if the mean of their losses is the loss of the whole batch")
         if not conflict:
             lines.append("  more devices, a smaller batch, or accumulation over several smaller ones")
         return "\n".join(lines)
 
-    def _notes(self, strategy: Strategy) -> tuple[str, ...]:
+    def _with_microbatches(self, strategy: Strategy) -> Strategy | None:
+        """The strategy with the fewest microbatches that let it fit; None where none do."""
+        rows = self.limits().batch_size
+        for count in MICROBATCHES[1:]:
+            if rows is None or rows % (strategy.data_ranks * count):
+                continue
+            with contextlib.suppress(StrategyError):
+                found = strategy.replace(microbatches=count)
+                if self.fits(self.estimate(found)):
+                    return found
+        return None
+
+    def _notes(self, strategy: Strategy, ranked: Iterable[tuple[Strategy, Estimate]] = ()) -> tuple[str, ...]:
         unknown = "the optimizer is not known yet: AdamW's state is assumed", self.update is None
         on_host = "offload: the update on the host, and what goes there and back, is not in the seconds", strategy.offload is not None
-        return tuple(text for text, holds in (unknown, on_host) if holds)
+        refused = [f"{other} was left out, as the passes refuse it: {reason}" for other, _ in ranked if isinstance(reason := self._exact.get(other), str)]
+        return (*(text for text, holds in (unknown, on_host) if holds), *refused)
 
     # ---- programs of one device
 

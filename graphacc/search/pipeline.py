@@ -15,7 +15,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch.fx
 
 from graphacc.costs.hardware import Hardware
 from graphacc.costs.memory import predict_memory
@@ -23,7 +22,8 @@ from graphacc.costs.repeats import Reduced
 from graphacc.costs.seconds import collective_seconds
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase
-from graphacc.passes.stages import Segment, owner_of
+from graphacc.passes.partition.plan import Role
+from graphacc.passes.stages import Segment
 from graphacc.passes.stages.assign import dealt
 from graphacc.passes.stages.units import Unit, cuts, forward_part, units, work
 from graphacc.search.cost import GraphCost, cost_of, value_bytes
@@ -74,10 +74,13 @@ class Depth:
                 path = node.meta.get("module_path") or ""
                 shares.setdefault(path, np.zeros(len(self._units)))[i] += work(node) + 1e-9
         self._shares = {path: found / found.sum() for path, found in shares.items()}
+        self.edges = functools.cache(self._dealt)
+        self._counts = functools.cache(self._counted)
+        self.parts = functools.lru_cache(maxsize=512)(self._parts)
 
-    @functools.cache
-    def _edges(self, num_chunks: int) -> list[int]:
-        """
+    def _dealt(self, num_chunks: int) -> list[int]:
+        """Chunk c has the units at the places ``edges[c]`` to ``edges[c + 1] - 1`` of the order.
+
         Raises:
             StrategyError: there are fewer blocks than chunks.
         """
@@ -87,10 +90,9 @@ class Depth:
             raise StrategyError(f"a pipeline of {num_chunks} chunks needs as many blocks between narrow cuts, and the model has {len(found)}")
         return edges
 
-    @functools.cache
-    def _counts(self, num_chunks: int) -> np.ndarray:
+    def _counted(self, num_chunks: int) -> np.ndarray:
         """How often each unit stands in each chunk [units, chunks]."""
-        edges, counts = self._edges(num_chunks), np.zeros((len(self._units), num_chunks))
+        edges, counts = self.edges(num_chunks), np.zeros((len(self._units), num_chunks))
         for chunk in range(num_chunks):
             for i in self._order[edges[chunk] : edges[chunk + 1]]:
                 counts[i, chunk] += 1
@@ -98,10 +100,9 @@ class Depth:
 
     def sent_bytes(self, num_chunks: int) -> list[float]:
         """Between each chunk and the next, for the captured batch, before anything is split; 0 behind the last."""
-        return [*(self._units[self._order[edge]].crossing_bytes for edge in self._edges(num_chunks)[1:-1]), 0.0]
+        return [*(self._units[self._order[edge]].crossing_bytes for edge in self.edges(num_chunks)[1:-1]), 0.0]
 
-    @functools.cache
-    def parts(self, profile: Profile, num_chunks: int) -> list[Profile]:
+    def _parts(self, profile: Profile, num_chunks: int) -> list[Profile]:
         """The profile's work and state in each chunk.
 
         Raises:
@@ -184,20 +185,24 @@ def _expanded(found: Sequence[Unit], reduced: Reduced) -> list[int]:
     return order
 
 
-def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardware: Hardware, batch_share: float) -> list[ChunkCost]:
+def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardware: Hardware, batch_share: float, *, sums_once: bool = False) -> list[ChunkCost]:
     """Costs of the chunks, by arithmetic.
 
     Args:
-        batch_share: of what crosses between chunks in the captured step, how much one device sends for one microbatch.
+        batch_share: of the captured batch, how much of it one microbatch of a device has; `cp` divides it further.
+        sums_once: as of `Profile.estimate`.
 
     Raises:
         StrategyError: the model has fewer blocks than the strategy has chunks.
     """
     num_chunks = strategy.pp * strategy.chunks
+    sent_share = batch_share / strategy.cp / (strategy.tp if strategy.sequence_parallel else 1)
     found = []
     for part, sent in zip(depth.parts(profile, num_chunks), depth.sent_bytes(num_chunks), strict=True):
         composed = part.composed(strategy, hardware)
-        time = timed(composed.seconds, composed.moved, strategy, hardware)
+        late = [item for item in composed.moved if sums_once and item.role is Role.GRADIENT]
+        time = timed(composed.seconds, [item for item in composed.moved if item not in late], strategy, hardware)
+        behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware).exposed_by_axis()
         forward, backward = (_seconds_of(time, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
         weights = _WEIGHTS_SHARE * backward if strategy.schedule == "zb-h1" else 0.0
         found.append(
@@ -206,11 +211,11 @@ def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardwa
                 exposed=_exposed(time, update=False),
                 hidden=time.hidden,
                 update_seconds=composed.update_seconds,
-                update_exposed=_exposed(time, update=True),
+                update_exposed=_sums([_exposed(time, update=True), behind]),
                 gradient_bytes=part.gradient_bytes(strategy),
                 held_bytes=part.cost.saved_bytes,
                 working_bytes=composed.sizes["temporary_bytes"] - part.cost.saved_bytes,
-                sent_bytes=sent * batch_share,
+                sent_bytes=sent * sent_share,
                 **{name: composed.sizes[name] for name in ("parameter_bytes", "state_bytes", "other_bytes", "host_bytes")},
             )
         )

@@ -36,11 +36,12 @@ def measured(tmp_path_factory):
 def test_constants_are_found_again():
     """Times that a known hardware predicts give that hardware."""
     base = Hardware.parse("8xH100")
-    chip = dataclasses.replace(base.chip, product_efficiency=((256, 0.3), (1024, 0.6), (8192, 1.0)))
+    chip = dataclasses.replace(base.chip, product_efficiency=((256, 0.3), (1024, 0.6), (8192, 1.0)), stream_rates=((2**28, 3.0), (2**29, 1.5), (2**30, 1.0)))
     known = base.replace(chip=chip, levels=(Level(name="nvlink", size=8, bandwidth=300e9, latency_seconds=3e-6),), collective_shares=(("all_to_all", 0.5),))
     asked = [
         *(Measurement(kind="product", seconds=0, dtype=dtype, dims=(size, 8192, 8192)) for dtype in ("fp32", "bf16") for size in (256, 1024, 8192)),
-        *(Measurement(kind=kind, seconds=0, size_bytes=2**29) for kind in ("stream", "fusion", "launch")),
+        *(Measurement(kind="stream", seconds=0, size_bytes=size) for size in (2**20, 2**28, 2**29, 2**30)),
+        Measurement(kind="launch", seconds=0),
         *(Measurement(kind=kind, seconds=0, size_bytes=size, num_ranks=ranks) for kind in KINDS for size in (2**16, 2**22, 2**28) for ranks in (2, 8)),
     ]
     found = fit([dataclasses.replace(item, seconds=predict(item, known)) for item in asked], "NVIDIA H100 80GB HBM3", 8)
@@ -49,10 +50,12 @@ def test_constants_are_found_again():
     assert dict(found.chip.product_efficiency) == pytest.approx(dict(chip.product_efficiency))
     assert found.chip.launch_seconds == pytest.approx(5e-6)
     assert found.chip.memory_bandwidth * found.chip.memory_efficiency == pytest.approx(0.8 * 3.35e12)
+    assert dict(found.chip.stream_rates) == pytest.approx(dict(chip.stream_rates))
     assert found.meeting_seconds == pytest.approx(4.4e-6, rel=1e-3)
     assert (found.levels[0].name, found.levels[0].size) == ("nvlink", 8)
     assert (found.levels[0].bandwidth, found.levels[0].latency_seconds) == pytest.approx((300e9, 3e-6), rel=1e-3)
     assert dict(found.collective_shares) == pytest.approx({"reduce_scatter": 1.0, "all_reduce": 1.0, "all_to_all": 0.5, "permute": 1.0}, rel=1e-3)
+    assert dict(found.collective_meetings) == pytest.approx(dict.fromkeys(("reduce_scatter", "all_reduce", "all_to_all", "permute"), 4.4e-6), rel=1e-3)
     assert found.error <= 0.01
 
 
@@ -61,7 +64,7 @@ def test_four_virtual_devices_are_measured(measured):
     hardware = measured.hardware
     assert str(hardware) == "cpu:4" and hardware.shared_cores >= 1 and hardware.error > 0
     assert "graphacc calibrate on 4 x cpu, jax" in hardware.source and "measurements" in hardware.error_source
-    assert {item.kind for item in measured.measurements} == {"product", "stream", "fusion", "launch", *KINDS}
+    assert {item.kind for item in measured.measurements} == {"product", "stream", "launch", *KINDS}
     assert {item.num_ranks for item in measured.measurements if item.kind in KINDS} == {2, 4}
     assert all(item.seconds > 0 for item in measured.measurements)
     assert 1e8 < hardware.chip.fp32_flops < 1e13 and 1e8 < hardware.chip.memory_bandwidth < 1e12

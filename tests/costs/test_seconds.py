@@ -33,6 +33,15 @@ def test_a_kernel_takes_its_arithmetic_or_its_memory_and_the_launch():
     assert compute_seconds(0, None, 0, "fp32", CHIP) == 0.0, "a view is no kernel"
 
 
+def test_small_streams_are_faster():
+    chip = dataclasses.replace(CHIP, stream_rates=((10**3, 4.0), (10**5, 2.0), (10**7, 1.0)))
+    seconds = [float(compute_seconds(0, None, size, "fp32", chip)) - 1e-6 for size in (10, 10**3, 10**4, 10**5, 10**7, 10**9)]
+    assert seconds == pytest.approx([size / (0.5e12 * multiple) for size, multiple in zip((10, 10**3, 10**4, 10**5, 10**7, 10**9), (4, 4, 3, 2, 1, 1))])
+    for table in (((10, 0.0),), ((10, 1.0), (5, 1.0)), ((10,),)):
+        with pytest.raises(StrategyError, match="stream_rates=.* give pairs"):
+            dataclasses.replace(CHIP, stream_rates=table)
+
+
 def test_a_fused_attention_has_an_efficiency_of_its_own():
     chip = dataclasses.replace(CHIP, attention_efficiency=0.5)
     dims = (1024, 2048, 4096)

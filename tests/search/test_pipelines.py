@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 
 import pytest
@@ -46,8 +47,8 @@ def test_layers_lie_where_the_passes_put_them(num_chunks):
         if "h." in block_of(node):
             real.setdefault(chunk, set()).add(block_of(node))
     blocks = [len({path for path in found}) for _, found in sorted(real.items())]
-    edges = depth()._edges(num_chunks)
-    dealt = [depth()._order[first:last] for first, last in zip(edges, edges[1:])]
+    edges = depth().edges(num_chunks)
+    dealt = [depth()._order[first:last] for first, last in itertools.pairwise(edges)]
     own = {i for i, unit in enumerate(depth()._units) if "h." in unit.block}
     per_layer = sum(i in own for i in depth()._order) / LAYERS
     found = [math.ceil(sum(i in own for i in units) / per_layer) for units in dealt]

@@ -52,6 +52,16 @@ def test_one_strategy_alone(script, capsys):
     assert said.startswith("dp=4\nfor cpu:4, out of dp=4: ") and "rival" not in said
 
 
+def test_a_pipeline(script, capsys):
+    """Evaluated alone, and found where the number of microbatches is left to the search."""
+    assert main(["plan", f"{script}:setup", "--hardware", "4xH100", "--strategy", "pp=2,dp=2,microbatches=4"]) == EXIT_SOLVED
+    said = capsys.readouterr().out
+    assert said.startswith("dp=2,pp=2,microbatches=4\nfor 4xH100") and "bubble" in said
+    assert main(["plan", f"{script}:setup", "--hardware", "4xH100", "--pin", "pp=2", "--pin", "microbatches=auto"]) == EXIT_SOLVED
+    said = capsys.readouterr().out
+    assert "pp=2,microbatches=" in said.splitlines()[0] and "out of auto,pp=2,microbatches=auto: " in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,7 +74,7 @@ def test_one_strategy_alone(script, capsys):
         (["{script}:setup", "--hardware", "cpu:8", "--output", "plan.txt"], "ends in .json"),
         (["{script}:setup", "--hardware", "cpu:2", "--strategy", "dp=4"], "dp=4 needs 4 devices, the hardware has 2"),
         (["{script}:setup", "--hardware", "cpu:2", "--strategy", "dp=2", "--pin", "tp=2"], "give one of them"),
-        (["{script}:setup", "--hardware", "cpu:4", "--strategy", "pp=2,fsdp=2,microbatches=2"], "the cost of pipelines is not estimated yet"),
+        (["{script}:setup", "--hardware", "cpu:4", "--pin", "pp=2"], "add microbatches=8, or microbatches=auto"),
     ],
 )
 @pytest.mark.default_cases("arguments0-SCRIPT:FUNCTION", "arguments4-auto with tp=3 on 8 devices", "arguments8-give one of them")

@@ -242,6 +242,15 @@ def test_the_plan_says_why():
     assert sum(plan("gpt2").refusals.values()) > 0 and plan("gpt2").tokens == 8 * 16
 
 
+def test_what_a_pass_refuses_is_said():
+    """Of the whole graph, where the profile's was taken: another strategy is chosen, and the plan says why."""
+    free = search("gpt2")
+    found = search_with(free, free.memory_bytes)
+    found._exact = {plan("gpt2").strategy: "pass 'prefetch' broke the graph"}
+    other = found.run(Request.parse("auto", 8))
+    assert other.strategy != plan("gpt2").strategy and f"note: {plan('gpt2').strategy} was left out, as the passes refuse it: pass 'prefetch' broke the graph" in str(other)
+
+
 @pytest.mark.matrix
 def test_plans_do_not_flip():
     case, _, _ = shared_case("gpt2")
@@ -268,12 +277,21 @@ def test_without_an_optimizer_its_state_is_assumed():
 @pytest.mark.matrix
 def test_microbatches_repeat_all_but_the_update():
     case, _, _ = shared_case("gpt2")
-    accumulating = Search(case.joint, case.update, CPU, accumulates=True)
-    one, four = (accumulating.evaluate(Strategy(fsdp=8, microbatches=count)) for count in (1, 4))
+    accumulating = Search(case.joint, case.update, CPU, microbatches=4)
+    one = Search(case.joint, case.update, CPU, accumulates=True).evaluate(Strategy(fsdp=8))
+    four = accumulating.evaluate(Strategy(fsdp=8, microbatches=4))
     assert four.compute_seconds == pytest.approx(4 * one.compute_seconds) and four.update_seconds == one.update_seconds
     assert four.exposed_seconds["fsdp"] == pytest.approx(4 * one.exposed_seconds["fsdp"]) and four.bytes_per_device == one.bytes_per_device
-    chosen = accumulating.run(Request.parse("auto,microbatches=4", 8))
-    assert chosen.strategy.microbatches == 4 and not chosen.pin_costs
+    chosen = accumulating.run(Request.parse("auto,microbatches=4,pp=1", 8))
+    assert chosen.strategy.microbatches == 4 and list(chosen.pin_costs) == ["pp=1"]
+
+
+def test_microbatches_are_a_way_out_of_too_little_memory():
+    """Halfway between what the least strategy needs of the whole batch, and of parts of it."""
+    whole = deep()
+    one, four = (whole.needed(whole.estimate(Strategy(fsdp=8, remat="none", microbatches=count))) for count in (1, 2))
+    with pytest.raises(StrategyError, match=r"with remat=none fits[\s\S]*\n  microbatches=2 \(fsdp=8,microbatches=2\), if the mean"):
+        search_with(whole, (one + four) // 2).run(Request.parse("auto,fsdp=8,remat=none", 8))
 
 
 @pytest.mark.parametrize("strategy", ["dp=8", "fsdp=8", "fsdp=8,zero=1"])
