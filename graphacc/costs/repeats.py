@@ -35,6 +35,9 @@ from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 
 aten = torch.ops.aten
 
+ORIGIN = "origin"
+"""Entry of ``node.meta``: the name of the reduced step's call that one was made of, or for; passes keep it, names they give anew."""
+
 _MAX_PERIOD = 8  # blocks that repeat in a group
 _MAX_DEPTH = 3  # of numbered modules in one another: stages of blocks
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -82,15 +85,19 @@ class Reduced:
         return dataclasses.replace(self, counts=counts, classes=(dataclasses.replace(found, groups=groups),))
 
     def count(self, node: Node) -> int:
-        """How many nodes one of a program that passes have made of the step stands for: calls by their module, others by their name."""
+        """How many nodes one of a program that passes have made of the step stands for: calls by their module, or the call that they were made of or for; inputs by their name."""
+        if node.op == "placeholder":
+            return self.counts.get(node.name, 1)
         path = node.meta.get("module_path") or ""
-        while path and node.op != "placeholder":
+        while path:
             if path in self.blocks:
                 return self.blocks[path]
             path = path.rpartition(".")[0]
-        if node.name not in self.counts and len(node.all_input_nodes) == 1:  # the sum over ranks of a gradient that is cast outside of all modules
+        if ORIGIN in node.meta:
+            return self.counts.get(node.meta[ORIGIN], 1)
+        if not node.meta.get("module_path") and len(node.all_input_nodes) == 1:  # the sum over ranks of a gradient that is cast outside of all modules
             return self.count(node.all_input_nodes[0])
-        return self.counts.get(node.name, 1)
+        return 1
 
 
 def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
@@ -123,6 +130,9 @@ def reduce_repeats(step: StepGraph, keep: int = 2) -> Reduced:
             step, counts = _without(step, blocks, runs, keep, counts)
             classes += [run.repeat(blocks.paths, keep) for run in runs]
             settled.update(path for item in classes for group in item.groups for path in group)
+    for node in step.graph.nodes if classes else ():
+        if node.op == "call_function":
+            node.meta[ORIGIN] = node.name
     return Reduced(step=step, counts=counts, classes=tuple(classes), notes=tuple(notes))
 
 

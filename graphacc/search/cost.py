@@ -110,11 +110,15 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
 
 
 def path_of(node: torch.fx.Node) -> str:
-    """The module of a call; of what passes have put outside of modules, such as a sum over ranks, that of its operand."""
-    path = node.meta.get("module_path") or ""
-    if not path and node.op == "call_function" and len(node.all_input_nodes) == 1:
-        return path_of(node.all_input_nodes[0])
-    return path
+    """The module of a call; of what stands outside of modules, that of its operand (a sum of a gradient over ranks), or of what reads it (a cast of a weight)."""
+    made = node
+    while made.op == "call_function" and not made.meta.get("module_path") and len(made.all_input_nodes) == 1:
+        made = made.all_input_nodes[0]
+    if made.op == "call_function":
+        return made.meta.get("module_path") or ""
+    while node.op == "call_function" and not node.meta.get("module_path") and node.users:
+        node = next(iter(node.users))
+    return node.meta.get("module_path") or ""
 
 
 def _held(step: StepGraph) -> list[torch.fx.Node]:

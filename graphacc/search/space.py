@@ -110,7 +110,7 @@ class Refusals:
 def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator[Strategy]:
     """Every strategy that the request allows; what cannot be is noted with its reason. ZeRO-2 is ZeRO-1 in a program of a whole step."""
     for sizes in _meshes(request.devices, [request.pins.get(axis, 1 if axis == PP and not request.has_microbatches else None) for axis in AXES]):
-        mesh = dict(zip(AXES, sizes))
+        mesh: dict[str, int] = dict(zip(AXES, sizes))
         reason = _refusal(mesh, request, limits)
         if reason is not None:
             refusals.add(reason)

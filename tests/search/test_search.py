@@ -71,6 +71,15 @@ def test_estimates_know_what_is_computed_again(strategy):
     assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.1) and composed.temporary_bytes < 0.9 * without.temporary_bytes
 
 
+@pytest.mark.parametrize("strategy", ["dp=4,tp=2", "dp=4,tp=2,sequence_parallel=True"])
+@pytest.mark.default_cases("dp=4,tp=2,sequence_parallel=True")
+def test_what_is_exchanged_around_the_layers_counts_once(strategy):
+    """The head gathers what the last layer gives, which stands for all layers that were left out."""
+    composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (deep().estimate, deep().evaluate))
+    assert composed.exposed_seconds["tp"] == pytest.approx(exact.exposed_seconds["tp"], rel=0.01)
+    assert composed.compute_seconds == pytest.approx(exact.compute_seconds, rel=0.02)
+
+
 @pytest.mark.matrix
 def test_sums_of_gradients_over_cp_count_for_every_layer():
     """Under bf16 they stand behind casts outside of all modules."""
