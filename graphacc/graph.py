@@ -65,6 +65,10 @@ CHUNKED = "chunked"
 """Entry of ``node.meta``: the call is to be part of a loop over chunks of tokens; of the product that gives the logits, which of its arguments has the tokens."""
 
 
+FILLED = "filled"
+"""Entry of ``node.meta`` of a grouped product over `ep`: the share of its rows that are there where experts get equally many; the others are room for routing that is not even, and not computed."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointed:
     """What ``torch.utils.checkpoint`` says about a call of the forward."""

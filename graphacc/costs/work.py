@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.costs.fx_problem import is_view
 from graphacc.costs.memory import computed_on_the_fly
-from graphacc.graph import StepGraph
+from graphacc.graph import FILLED, StepGraph
 from graphacc.ops.chunked import Body, body_of
 from graphacc.ops.facts import OpKind, of_kind
 
@@ -119,7 +119,7 @@ def _work(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.No
         return _loop(body)
     flops, dims = _product(node)
     return Work(
-        flops=flops,
+        flops=flops * node.meta.get(FILLED, 1.0),
         dims=dims,
         dtype=_dtype(node) if flops else "fp32",
         read_bytes=sum(_union(node, reads).values()),

@@ -37,7 +37,7 @@ from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.pipeline import ChunkCost, Depth, chunks_of_profile, chunks_of_segments, estimate_of
 from graphacc.search.plan import Plan, Rival, size_text
 from graphacc.search.space import CHOSEN, MICROBATCHES, REMATS, Limits, Refusals, Request, candidates
-from graphacc.strategy.axes import CP, EP, TP
+from graphacc.strategy.axes import CP, EP, PP, TP
 from graphacc.strategy.schedules import build_schedule
 from graphacc.strategy.spec import Strategy, field_text
 
@@ -568,7 +568,7 @@ def _is_within(smaller: Strategy, larger: Strategy) -> bool:
 
 def _kind(strategy: Strategy) -> tuple:
     """Strategies of one kind differ by how they share the state, and by how many microbatches there are."""
-    return tuple(getattr(strategy, name) for name in (*_MODEL_PARALLEL, "pp", "schedule")), strategy.fsdp > 1, strategy.zero_stage, strategy.remat
+    return tuple(getattr(strategy, name) for name in (*_MODEL_PARALLEL, PP, "schedule")), strategy.fsdp > 1, strategy.zero_stage, strategy.remat
 
 
 def _tokens(step: StepGraph, batch_dims: Mapping[str, int | None], microbatches: int) -> int | None:

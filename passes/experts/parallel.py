@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Input, Kind, Output, Phase, StepGraph
+from graphacc.graph import FILLED, Input, Kind, Output, Phase, StepGraph
 from graphacc.ops.facts import OpKind, of_kind
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
@@ -26,6 +26,7 @@ from graphacc.strategy.spec import Strategy
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 _SAME = of_kind(OpKind.SAME, OpKind.CAST, OpKind.ORDER)
+_GROUPED = (ops.grouped_mm.default, ops.grouped_mm_weight_grad.default)
 _TURNS = (aten.permute.default, aten.transpose.int)
 
 
@@ -78,7 +79,7 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
         return assign(step, EP, strategy.ep, inputs, outputs, lambda shape: None, experts=spread, reduce_narrow=strategy.reduces_narrow)
 
     key = strategy.reduces_narrow, strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
-    return axis_pass(EP, strategy.ep, decide, key=key, note=functools.partial(_note_dropped, strategy=strategy))
+    return axis_pass(EP, strategy.ep, decide, key=key, note=functools.partial(_note_rows, strategy=strategy))
 
 
 def check_experts(step: StepGraph, num_ranks: int, experts: Collection[str]) -> None:
@@ -131,14 +132,19 @@ def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], b
     return Shard(0)
 
 
-def _note_dropped(step: StepGraph, report: PartitionReport, strategy: Strategy) -> None:
-    if strategy.capacity_factor is None:
-        return
+def _note_rows(step: StepGraph, report: PartitionReport, strategy: Strategy) -> None:
+    """The share of rows that grouped products compute, and what is dropped."""
+    share = 1.0
     for node in step.graph.nodes:
         if node.target is ops.bucket_rows.default and node.args[0] is node.args[1]:
             rows = node.args[1].meta["val"].shape[0]
+            share = min(1.0, rows / (strategy.ep * node.args[4]))
+            if strategy.capacity_factor is None:
+                continue
             where = node.meta.get("module_path") or node.name
             report.notes.append(
                 f"{where}: ranks send each other at most {node.args[4]} of their {rows} rows (capacity_factor={strategy.capacity_factor}); "
                 f"rows beyond are dropped, and give zero"
             )
+        elif node.target in _GROUPED:
+            node.meta[FILLED] = share

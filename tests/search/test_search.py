@@ -14,6 +14,7 @@ from torch import nn
 from zoo_steps import build, shared_case
 
 from graphacc.costs.hardware import Hardware
+from graphacc.costs.work import kernels
 from graphacc.errors import StrategyError
 from graphacc.search import Plan, Request, Search
 from graphacc.search.space import REMATS, Refusals, candidates
@@ -272,6 +273,13 @@ def test_plans_do_not_flip():
 def test_experts_are_searched():
     chosen, strategies = plan("qwen3_moe"), list(strategies_of(search("qwen3_moe"), Request.parse("auto", 8)))
     assert any(strategy.ep > 1 for strategy in strategies) and chosen.strategy.num_devices == 8
+
+
+def test_experts_compute_the_rows_that_there_are():
+    """Over ep every rank has room for the rows of all, and as many rows as before where experts get equally many."""
+    programs = {text: search("qwen3_moe").program_of(Strategy.parse(text)) for text in ("dp=8", "dp=2,ep=4", "dp=4,ep=2,capacity_factor=2.0")}
+    flops = {text: sum(work.flops for node, work in kernels(step).items() if "grouped_mm" in str(node.target)) for text, step in programs.items()}
+    assert flops["dp=8"] > 0 and all(found == pytest.approx(flops["dp=8"], rel=1e-6) for found in flops.values())
 
 
 def test_without_an_optimizer_its_state_is_assumed():
