@@ -96,7 +96,6 @@ class Chip:
         sizes, shares = zip(*self.product_efficiency)
         return np.interp(np.log(np.maximum(smallest_dim, 1)), np.log(sizes), shares)
 
-
     def stream_rate(self, size_bytes):
         """Bytes/s of kernels that read and write so many, a number or an array."""
         base = self.memory_bandwidth * self.memory_efficiency
