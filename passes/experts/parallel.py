@@ -7,6 +7,7 @@ all-to-all (`passes.partition.routing`), so that a mixture of experts costs two 
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import fx
@@ -137,13 +138,13 @@ def _note_rows(step: StepGraph, report: PartitionReport, strategy: Strategy) -> 
     share = 1.0
     for node in step.graph.nodes:
         if node.target is ops.bucket_rows.default and node.args[0] is node.args[1]:
-            rows = node.args[1].meta["val"].shape[0]
-            share = min(1.0, rows / (strategy.ep * node.args[4]))
+            rows, room = node.args[1].meta["val"].shape[0], cast(int, node.args[4])
+            share = min(1.0, rows / (strategy.ep * room))
             if strategy.capacity_factor is None:
                 continue
             where = node.meta.get("module_path") or node.name
             report.notes.append(
-                f"{where}: ranks send each other at most {node.args[4]} of their {rows} rows (capacity_factor={strategy.capacity_factor}); "
+                f"{where}: ranks send each other at most {room} of their {rows} rows (capacity_factor={strategy.capacity_factor}); "
                 f"rows beyond are dropped, and give zero"
             )
         elif node.target in _GROUPED:
