@@ -273,6 +273,10 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
     - The memory-optimised scheduler: temporaries 540 -> 458 MB (4 layers of 512, one device), 72 -> 66 MB (of 256, eight
       devices), 5.7 -> 5.4 MB (8 layers of 64, eight devices), at the same speed (ratios of the fastest steps 0.93 to 1.09). The
       default scheduler adds concurrency that these programs do not gain from.
+    - Copies of donated inputs are decided by regions (``xla_cpu_copy_insertion_use_region_analysis``), for which XLA orders what may be
+      ordered. Without, it copies every weight in every step and keeps the copy from its first use to its update, as nothing in the graph says
+      that a gradient's product reads a weight before the update overwrites it: temporaries 9.9 -> 6.0 MB and 0.97 of the time (GPT-2, 4 layers
+      of 256, dp=8), 11.0 -> 7.2 MB and 0.87 (Llama). On one device, where activations decide, 46.3 -> 47.4 MB, at the same speed.
     - Not oneDNN's dot fusions (``xla_cpu_use_onednn`` with ``xla_cpu_experimental_onednn_fusion_type``): 0.95 of the time on
       one device with hidden size 512, but 1.8 times on eight devices with small matrices, and ``2 * x.t() @ y`` with x [16, 8]
       and y [16, 12] kills the process ("partition compile failed", illegal instruction). `compiler_options` can ask for them.
@@ -290,7 +294,7 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
         return known_options({f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")})
     if platform != "cpu":
         return {}
-    options: dict[str, str | bool | int] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    options: dict[str, str | bool | int] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_copy_insertion_use_region_analysis": True}
     without = []
     if len(processes_of(mesh.devices.flat)) == 1 and not spmd:
         without.append("cpu-all-reduce-combiner")
