@@ -15,10 +15,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import fake_mode
+from graphacc._compat.torch_ import as_fake, fake_mode, is_fake
+from graphacc.ops.facts import OpKind, of_kind
 
 aten = torch.ops.aten
 _MAX_ANSWERS = 1 << 17
+_NOT_ONE = torch.device("meta")  # stands for a value that has no kernel to ask
 
 
 class _Answers:
@@ -32,6 +34,7 @@ class _Answers:
         self.results: dict[tuple, Any] = {}
         self.numbers: dict[tuple, int] = {}  # description -> its number
         self.of_value: dict[int, tuple[int, torch.Tensor]] = {}  # id -> number and the value, which keeps the id taken
+        self.metas: dict[int, torch.Tensor] = {}  # number -> a tensor of the meta device that is like the value
 
     def number(self, value: torch.Tensor) -> int:
         known = self.of_value.get(id(value))
@@ -45,8 +48,30 @@ class _Answers:
             known = self.of_value[id(value)] = number, value
         return known[0]
 
+    def meta(self, value: torch.Tensor) -> torch.Tensor:
+        number = self.number(value)
+        found = self.metas.get(number)
+        if found is None:
+            found = self.metas[number] = _meta_like(value)
+        return found
+
+
+def _meta_like(value: torch.Tensor) -> torch.Tensor:
+    first = value.storage_offset()
+    if first == 0:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    length = first + sum((n - 1) * step for n, step in zip(value.shape, value.stride())) + 1 if value.numel() else first
+    return torch.empty(length, dtype=value.dtype, device="meta").as_strided(value.shape, value.stride(), first)
+
 
 _answers = _Answers()
+_META_KERNELS = of_kind(OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.PERMUTE, OpKind.EXPAND, OpKind.PART, OpKind.PRODUCT) | {
+    aten.clone.default,
+    aten.cat.default,
+    aten.constant_pad_nd.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+}
 
 
 def infer(target: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -64,12 +89,37 @@ def infer(target: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return known
     except TypeError:  # an argument that cannot be a key, or a value that is no tensor
         key = None
-    values, named = fx.map_arg((args, kwargs), lambda node: _computed(node.meta["val"]))
-    with fake_mode(), torch.no_grad():
-        result = pytree.tree_map(_computed, target(*values, **named))
+    result = None if key is None else _by_meta_kernel(target, args, kwargs)
+    if result is None:
+        values, named = fx.map_arg((args, kwargs), lambda node: _computed(node.meta["val"]))
+        with fake_mode(), torch.no_grad():
+            result = pytree.tree_map(_computed, target(*values, **named))
     if key is not None:
         _answers.results[key] = result
     return result
+
+
+def _by_meta_kernel(target: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The fake value of an operator of one result, by the kernel of the meta device, in which the dispatch of fake tensors ends as well, a millisecond later.
+
+    None for operators that are not known to be described by it alone, such as those that make tensors, or look at devices.
+    """
+    if target not in _META_KERNELS and torch.Tag.pointwise not in target.tags:
+        return None
+    devices: set[torch.device] = set()
+
+    def like(node: fx.Node) -> torch.Tensor:
+        value = node.meta["val"]
+        devices.add(value.device if is_fake(value) and not value.is_complex() else _NOT_ONE)
+        return _answers.meta(value)
+
+    values, named = fx.map_arg((args, kwargs), like)
+    named = dict(named)
+    if len(devices) != 1 or _NOT_ONE in devices or named.pop("device", None) not in (None, *devices):
+        return None
+    with torch.no_grad():
+        found = target(*values, **named)
+    return as_fake(found, *devices) if type(found) is torch.Tensor else None  # of another type where a mode of torch's is on
 
 
 def _computed(value: Any) -> Any:

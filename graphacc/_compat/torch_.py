@@ -101,6 +101,18 @@ def fake_mode():
     return new_fake_mode(allow_non_fake_inputs=True)
 
 
+def is_fake(value: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one of `fake_mode`."""
+    return getattr(value, "fake_mode", None) is fake_mode()
+
+
+def as_fake(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor of `fake_mode` that is like one of the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(fake_mode(), meta, device)
+
+
 def new_fake_mode(*, allow_non_fake_inputs: bool = False):
     """A fake tensor mode of its own, safe against a garbage collection at any moment.
 

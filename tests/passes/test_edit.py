@@ -1,13 +1,19 @@
 """What a graph's operators give, asked of PyTorch: complex tensors, whose conjugation and negation PyTorch defers and a graph does not."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from torch import nn
+import zoo
+from selection import with_matrix
+from torch import fx, nn
 from training import check_both, compiled
+from zoo_steps import partitioned, shared_case
 
 from graphacc._compat.torch_ import fake_mode
+from graphacc.errors import StrategyError
+from graphacc.passes import edit
 from graphacc.passes.edit import infer
 
 aten = torch.ops.aten
@@ -65,3 +71,32 @@ def test_what_an_operator_gives_has_its_values_in_memory():
         for value in found if isinstance(found, (list, tuple)) else (found,):
             assert not value.is_conj() and not value.is_neg(), target
     assert infer(aten.view_as_real.default, (infer(aten._conj.default, (z,), {}),), {}).shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("name", with_matrix(zoo.MODELS, ["gpt2", "mixtral", "resnet"]))
+def test_kernels_of_the_meta_device_describe_results_as_fake_tensors_do(name, monkeypatch):
+    """Every question that partitioning asks, asked both ways."""
+    by_kernel, count = edit._by_meta_kernel, 0
+
+    def both(target, args, kwargs):
+        nonlocal count
+        found = by_kernel(target, args, kwargs)
+        if found is not None:
+            count += 1
+            values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+            with fake_mode(), torch.no_grad():
+                expected = target(*values, **named)
+            for value in (found, expected):
+                assert type(value).__name__ == "FakeTensor" and value.fake_mode is fake_mode()
+            assert [getattr(found, field) for field in ("shape", "dtype", "device", "requires_grad")] == [getattr(expected, field) for field in ("shape", "dtype", "device", "requires_grad")], target
+            strides = [[step for step, n in zip(value.stride(), value.shape) if n > 1] for value in (found, expected)]  # others say nothing
+            assert strides[0] == strides[1] and found.storage_offset() == expected.storage_offset(), (target, args)
+        return found
+
+    monkeypatch.setattr(edit, "_by_meta_kernel", both)
+    edit._answers.forget()
+    step = shared_case(name)[0].step
+    for strategy in ("fsdp=2,tp=2", "fsdp=2,cp=2", "dp=2,ep=2"):
+        with contextlib.suppress(StrategyError):
+            partitioned(step.copy(), strategy)
+    assert count > 20
