@@ -2,14 +2,16 @@
 
 Counted is what a compiler stores: views share their base's memory, an element-wise operator whose users can all compute it
 on the fly is never stored (its operands live longer instead; but XLA repeats for several users only what is cheap and reads one
-tensor of its size), and an output that replaces an input is written in place. The order is the best of a few quick ones, since
-the compiled program's is planned as well.
+tensor of its size), an operator that works element by element writes over an operand that nothing else reads, and an output that
+replaces an input is written in place. The order is the best of a few quick ones, or planned as the compiled program's is.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx
@@ -17,9 +19,10 @@ import torch.fx
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.chunked import body_of
-from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, is_packed_factor, is_read_transposed, of_kind
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
+from graphacc.passes.memory.order.solve import solve_order
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
@@ -44,6 +47,9 @@ _COMPUTED_ON_THE_FLY = frozenset(
         torch.ops.graphacc.random_uniform.default,
     }
 )
+_IN_ORDER = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE) | {torch.ops._c10d_functional.wait_tensor.default}
+"""Operators whose elements stand in the order of their operand's."""
+_RESHAPES, _TRANSPOSES = of_kind(OpKind.RESHAPE, OpKind.SQUEEZE), of_kind(OpKind.PERMUTE)
 _EXPENSIVE = frozenset(
     {
         _aten.exp.default,
@@ -68,6 +74,7 @@ _REDUCTIONS = frozenset(
     }
 )
 
+PLAN_SECONDS = 0.5
 _ORDERS = ("program order", "immediate updates", "eager free", "LPMF", "BFS")
 
 
@@ -78,25 +85,36 @@ class MemoryPrediction:
     argument_bytes: int  # parameters, buffers, optimizer state and batch
     temporary_bytes: int  # largest sum of values that live at once, arguments and outputs aside
     output_bytes: int  # outputs that replace no input
+    ordered_bytes: int  # temporaries where collectives keep the graph's order, as far as the compiler does not choose another one; where no order is planned, as `temporary_bytes`
 
     @property
     def peak_bytes(self) -> int:
         return self.argument_bytes + self.temporary_bytes + self.output_bytes
 
 
-def predict_memory(step: StepGraph) -> MemoryPrediction:
+def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False) -> MemoryPrediction:
     """Predict the memory of one device for a step.
 
     Args:
         step: a graph whose shapes are those of one device (after the passes).
+        cpu: the program is compiled for CPUs, where factors of products are packed (`is_packed_factor`).
+        planned: the compiled program's order of operators is planned, and so is the predicted one, for `PLAN_SECONDS` at most; else the best of a few quick ones counts.
     """
-    graph = compile_problem(_problem(step))
-    donated = step.donations()
+    problem, donated = _problem(step, cpu=cpu), step.donations()
+    temporary = ordered = solve_order(problem, seconds=PLAN_SECONDS).peak if planned else _quick_peak(problem)
+    if planned:
+        ordered = max(temporary, solve_order(_with_collectives_in_order(step, problem), seconds=PLAN_SECONDS).peak)
     return MemoryPrediction(
         argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
-        temporary_bytes=min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS),
+        temporary_bytes=temporary,
         output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
+        ordered_bytes=ordered,
     )
+
+
+def _quick_peak(problem: Problem) -> int:
+    graph = compile_problem(problem)
+    return min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS)
 
 
 def memory_profile(step: StepGraph) -> dict[torch.fx.Node, int]:
@@ -108,9 +126,9 @@ def memory_profile(step: StepGraph) -> dict[torch.fx.Node, int]:
     return {nodes[item.name]: size for item, size in zip(problem.operators, stored, strict=True)}
 
 
-def saved_for_backward(step: StepGraph) -> dict[torch.fx.Node, int]:
-    """The calls of the forward whose stored results the backward reads -> bytes of these."""
-    problem = _problem(step)
+def saved_for_backward(step: StepGraph, *, cpu: bool = False) -> dict[torch.fx.Node, int]:
+    """The calls of the forward whose stored results the backward reads -> bytes of these; `cpu` as of `predict_memory`."""
+    problem = _problem(step, cpu=cpu)
     nodes = {node.name: node for node in step.graph.nodes}
     made = {number: nodes[item.name] for item in problem.operators for number in item.writes}
     found: dict[int, None] = {}
@@ -123,9 +141,9 @@ def saved_for_backward(step: StepGraph) -> dict[torch.fx.Node, int]:
     return sizes
 
 
-def working_bytes(step: StepGraph) -> dict[torch.fx.Node, int]:
-    """Calls whose results are stored -> bytes of temporaries while each runs, in the order of the program, without what the forward has left for the backward."""
-    problem = _problem(step)
+def working_bytes(step: StepGraph, *, cpu: bool = False) -> dict[torch.fx.Node, int]:
+    """Calls whose results are stored -> bytes of temporaries while each runs, in the order of the program, without what the forward has left for the backward; `cpu` as of `predict_memory`."""
+    problem = _problem(step, cpu=cpu)
     graph = compile_problem(problem)
     nodes = {node.name: node for node in step.graph.nodes}
     phases = [nodes[item.name].meta["phase"] for item in problem.operators]
@@ -142,7 +160,7 @@ def working_bytes(step: StepGraph) -> dict[torch.fx.Node, int]:
     return {nodes[item.name]: size - kept for item, size, kept in zip(problem.operators, stored, held)}
 
 
-def _problem(step: StepGraph) -> Problem:
+def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
     """One operator for each call whose values are stored; it reads what it needs itself, and through values computed on the fly.
 
     Arguments and outputs have memory of their own, and are left out, or have no bytes.
@@ -152,15 +170,16 @@ def _problem(step: StepGraph) -> Problem:
     made: dict[torch.fx.Node, range] = {}  # the buffers that a call creates
     places: dict[torch.fx.Node, frozenset[int]] = {}  # the buffers that are read where a node's value is used
     for node in step.graph.nodes:
-        reads = frozenset().union(*(places[operand] for operand in node.all_input_nodes))
-        base = node.args[0] if node.op == "call_function" and node.target in _VIEWS else None
+        again = _repeated_for(node) if cpu else None
+        reads = frozenset().union(*(places[operand] for operand in (node if again is None else again).all_input_nodes))
+        base = node.args[0] if node.op == "call_function" and (node.target in _VIEWS or _is_computed_so(node)) else None
         if node.op != "call_function":
             places[node] = frozenset()
         elif node.target is operator.getitem and base in made:
             places[node] = frozenset({made[base][node.args[1]]})
-        elif base is not None:
+        elif base is not None and again is None:
             places[node] = places[base]
-        elif computed_on_the_fly(node):
+        elif base is None and computed_on_the_fly(node):
             places[node] = reads
         else:
             made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
@@ -169,7 +188,68 @@ def _problem(step: StepGraph) -> Problem:
             operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node]), workspace=loop_bytes(node)))
     for number in frozenset().union(*(places[node] for node in step.results)):
         buffers[number] = dataclasses.replace(buffers[number], size=0)
-    return Problem(operators=tuple(operators), buffers=tuple(buffers))
+    return Problem(operators=_in_place(operators, buffers, made), buffers=tuple(buffers))
+
+
+def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
+    collectives = {node.name for node in step.graph.nodes if "move" in node.meta}
+    places = [i for i, item in enumerate(problem.operators) if item.name in collectives]
+    operators = list(problem.operators)
+    for first, second in itertools.pairwise(places):
+        operators[second] = dataclasses.replace(operators[second], after=(first,))
+    return dataclasses.replace(problem, operators=tuple(operators))
+
+
+def _repeated_for(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The call of the forward that is computed once more, for a packed factor that is `node`; None for other nodes.
+
+    The copy of the transposed input of a layer, which its weight's gradient reads, computes it from what it is made of, so that the input itself dies in the forward.
+    """
+    if node.op != "call_function" or node.target not in _TRANSPOSES or node.meta["phase"] is not Phase.BACKWARD:
+        return None
+    if not any(user.target is _aten.mm.default and user.args[0] is node and is_packed_factor(*(arg.meta["val"] for arg in user.args)) for user in node.users):
+        return None
+    value = node.args[0]
+    while value.op == "call_function" and value.target in _RESHAPES and value.meta["phase"] is Phase.FORWARD:
+        value = value.args[0]
+    is_made = value.op == "call_function" and value.meta["phase"] is Phase.FORWARD
+    return value if is_made and value.target not in _EXPENSIVE and _is_fusible(value) and value.meta["val"].dtype is torch.float32 else None
+
+
+def _is_computed_so(node: torch.fx.Node) -> bool:
+    """Whether a copy of a transposed grouped product is the product itself, see `is_read_transposed`."""
+    if node.target is not _aten.clone.default or node.args[0].op != "call_function" or node.args[0].target not in _TRANSPOSES:
+        return False
+    product = node.args[0].args[0]
+    return product.target is torch.ops.graphacc.grouped_mm_weight_grad.default and is_read_transposed(product)
+
+
+def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Mapping[torch.fx.Node, range]) -> tuple[Operator, ...]:
+    """The operators, of which those that work element by element write over an operand of their size that nothing else reads."""
+    readers = collections.Counter(number for item in operators for number in item.reads)
+    stands_in: dict[int, int] = {}  # buffer -> the one that it takes the memory of
+    for node, (own, *others) in made.items():
+        if others or not _is_fusible(node):
+            continue
+        for operand in _elementwise_operands(node, made):
+            (number, *more) = made[operand]
+            if not more and readers[number] == 1 and buffers[number].size == buffers[own].size:
+                stands_in[own] = stands_in.get(number, number)
+                break
+
+    def renamed(numbers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({stands_in.get(number, number) for number in numbers}))
+
+    return tuple(dataclasses.replace(item, reads=renamed(item.reads), writes=renamed(item.writes)) for item in operators)
+
+
+def _elementwise_operands(node: torch.fx.Node, made: Mapping[torch.fx.Node, range]) -> Iterator[torch.fx.Node]:
+    """The calls with results of their own that a call reads element by element, in row-major order."""
+    for operand in node.all_input_nodes:
+        if operand in made:
+            yield operand
+        elif operand.op == "call_function" and (operand.target in _IN_ORDER or torch.Tag.pointwise in getattr(operand.target, "tags", ())):
+            yield from _elementwise_operands(operand, made)
 
 
 def loop_bytes(node: torch.fx.Node) -> int:
@@ -177,9 +257,7 @@ def loop_bytes(node: torch.fx.Node) -> int:
     body = body_of(node)
     if body is None:
         return 0
-    step = StepGraph(body.graph, (), ())
-    graph = compile_problem(_problem(step))
-    inside = min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS)
+    inside = _quick_peak(_problem(StepGraph(body.graph, (), ())))
     wider = sum(
         value.meta["val"].numel() * body.accumulates_in(i).itemsize for i, value in enumerate(body.values) if body.accumulates_in(i) is not value.meta["val"].dtype
     )

@@ -127,9 +127,12 @@ class CompiledModule(Mixin):
         if not self.programs:
             raise LoopError("no program has been compiled yet: run a training step first")
         largest = max(self.programs, key=lambda compiled: compiled.program.memory.peak_bytes)
-        measured = largest.program.memory
+        measured, predicted = largest.program.memory, None
+        if not isinstance(largest.graph, HloStep):
+            is_cpu = largest.program.mesh.devices.flat[0].platform == "cpu"
+            predicted = predict_memory(largest.graph, cpu=is_cpu, planned=largest.program.plan is not None).peak_bytes
         return Memory(
-            predicted_bytes=None if isinstance(largest.graph, HloStep) else predict_memory(largest.graph).peak_bytes,
+            predicted_bytes=predicted,
             measured_bytes=measured.peak_bytes,
             argument_bytes=measured.argument_bytes,
             temporary_bytes=measured.temp_bytes,

@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.fx
 
 from graphacc.ops import mesh, random  # noqa: F401  (the table names their operators)
 
@@ -127,3 +128,30 @@ def fill_value(target: Any, args: tuple) -> Any:
     """The number that every element of a FILL is; None for other operators, and where any number will do."""
     record = facts(target)
     return args[record.value_at] if record.value_at is not None and len(args) > record.value_at else record.value
+
+
+def is_packed_factor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the first factor of a product of matrices is a transposed view no larger than the second, as in a weight's gradient xᵀ @ dy.
+
+    Programs of the CPU copy it row by row, see the rule of ``aten.mm``.
+    """
+    return a.ndim == 2 and a.stride() == (1, a.shape[0]) and min(a.shape) > 1 and a.numel() <= b.numel()
+
+
+def is_read_transposed(node: torch.fx.Node | None) -> bool:
+    """Whether a product's result is only read with its last two dims swapped, as the gradient of a weight [G, N, K] is.
+
+    The product then computes it so: grouped products on CPU and CUDA, see the lowering of ``graphacc.grouped_mm_weight_grad``.
+    """
+    if node is None or not node.users:
+        return False
+    ndim = node.meta["val"].ndim
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
+    for user in node.users:
+        operands: Any = user.args
+        if str(user.target) == "aten.permute.default":
+            if [dim % ndim for dim in operands[1]] != swapped:
+                return False
+        elif str(user.target) != "aten.transpose.int" or sorted(dim % ndim for dim in operands[1:]) != [ndim - 2, ndim - 1]:
+            return False
+    return True

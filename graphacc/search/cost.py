@@ -96,7 +96,7 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         count: nodes that one stands for, where equal layers were left out.
     """
     found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node), path=path_of(node)) for node, work in kernels(step).items())
-    saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step).items())
+    saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step, cpu=hardware.shared_cores > 0).items())
     return GraphCost(
         kernels=found,
         **_times(found, hardware.chip),

@@ -39,6 +39,7 @@ class Estimate:
     state_bytes: int  # of the optimizer
     other_bytes: int  # buffers, batch, gradients that stay between programs
     temporary_bytes: int
+    order_bytes: int = 0  # more temporaries, if the compiler keeps the order of collectives
     bubble_seconds: float = 0.0  # in which the dearest stage of a pipeline has nothing to do
     host_bytes: int = 0  # exact parameters and the optimizer's state that the device's host has for it (`Strategy.offload`)
 

@@ -85,6 +85,7 @@ class Search:
     ):
         self.joint, self.update, self.hardware, self.accumulates = joint, update, hardware, accumulates
         self.microbatches = microbatches
+        self._is_cpu = hardware.shared_cores > 0
         self._joints = {microbatches: joint}
         self._capture = capture
         self.batch_dims = default_batch_dims(joint) | dict(batch_dims or {})
@@ -162,8 +163,8 @@ class Search:
         return self.needed(estimate) <= self.memory_bytes
 
     def needed(self, estimate: Estimate) -> int:
-        """Bytes of a device that a step may need: temporaries with their margin."""
-        return round(estimate.bytes_per_device + MARGIN * estimate.temporary_bytes)
+        """Bytes of a device that a step may need: temporaries with their margin, and with what another order of collectives would add."""
+        return round(estimate.bytes_per_device + estimate.order_bytes + MARGIN * estimate.temporary_bytes)
 
     # ---- the search
 
@@ -429,9 +430,9 @@ class Search:
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
         working: dict[str, int] = {}
-        for node, size in working_bytes(local).items():
+        for node, size in working_bytes(local, cpu=self._is_cpu).items():
             working[path_of(node)] = max(size, working.get(path_of(node), 0))
-        return Profile(cost=cost, temporary_bytes=predict_memory(local).temporary_bytes, state_bytes=state, working_bytes=working)
+        return Profile(cost=cost, temporary_bytes=predict_memory(local, cpu=self._is_cpu).temporary_bytes, state_bytes=state, working_bytes=working)
 
     def _evaluate(self, strategy: Strategy) -> Estimate:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
@@ -441,6 +442,7 @@ class Search:
         profile = self.estimate(strategy)
         update = self._update_in(strategy)
         local = self.program_of(strategy)
+        memory = predict_memory(local, cpu=self._is_cpu, planned=self._is_cpu)
         held = dict.fromkeys(Kind, 0)
         for node, item in zip(local.placeholders, local.inputs):
             held[item.kind] += value_bytes(node)
@@ -453,7 +455,8 @@ class Search:
             parameter_bytes=held[Kind.PARAM],
             state_bytes=profile.state_bytes if update is None else held[Kind.STATE],
             other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + returned,
-            temporary_bytes=predict_memory(local).temporary_bytes,
+            temporary_bytes=memory.temporary_bytes,
+            order_bytes=memory.ordered_bytes - memory.temporary_bytes,
             host_bytes=profile.host_bytes,
         )
         return self._with_gradients(found, strategy)

@@ -67,3 +67,15 @@ def test_a_value_dies_before_the_others_of_its_call():
 def test_arguments_and_outputs_are_counted_apart():
     memory = predict_memory(step(lambda call, x, y: twice(call, call(aten.exp.default, x), y)))
     assert (memory.argument_bytes, memory.output_bytes, memory.peak_bytes) == (2 * BYTES, 8, 3 * BYTES + 8)
+
+
+@pytest.mark.parametrize("reads_again, stored", [(False, BYTES), (True, 3 * BYTES)])
+def test_what_nothing_else_reads_is_written_over(reads_again, stored):
+    """The sigmoid of a cumulated sum stands where the sum stood, unless something reads that as well."""
+
+    def compute(call, x, y):
+        total = call(aten.cumsum.default, x, 0)
+        one, other = twice(call, call(aten.sigmoid.default, total), y)
+        return one, call(aten.add.Tensor, other, call(aten.cumsum.default, total, 0)) if reads_again else other
+
+    assert predict_memory(step(compute), planned=True).temporary_bytes == stored

@@ -10,7 +10,6 @@ Legend: B batch, M, N rows and columns of a result, K contracted, G groups, S ro
 """
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,22 +43,6 @@ def is_transposed_view(node: object) -> bool:
     if not isinstance(val, torch.Tensor) or val.ndim < 2 or min(val.shape[-2:]) < 2:
         return False
     return val.stride()[-2:] == (1, val.shape[-2])
-
-
-def is_read_transposed(node: object) -> bool:
-    """Whether a product's result is only read with its last two dims swapped, as the gradient of a weight [G, N, K] is."""
-    if not isinstance(node, torch.fx.Node) or not node.users:
-        return False
-    ndim = node.meta["val"].ndim
-    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
-    for user in node.users:
-        operands: Any = user.args
-        if str(user.target) == "aten.permute.default":
-            if [dim % ndim for dim in operands[1]] != swapped:
-                return False
-        elif str(user.target) != "aten.transpose.int" or sorted(dim % ndim for dim in operands[1:]) != [ndim - 2, ndim - 1]:
-            return False
-    return True
 
 
 def product(a, b, *, a_transposed: bool = False, b_transposed: bool = False):

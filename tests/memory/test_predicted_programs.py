@@ -1,0 +1,37 @@
+"""The predicted memory of training steps against what their compiled and planned programs reserve."""
+
+import pytest
+import torch
+import transformers
+from selection import with_matrix
+
+import graphacc
+
+VOCABULARY, LENGTH = 512, 32
+COMMON = dict(vocab_size=VOCABULARY, use_cache=False, bos_token_id=0, eos_token_id=0)
+
+
+def gpt2() -> torch.nn.Module:
+    dropouts = dict(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=LENGTH, n_embd=128, n_layer=2, n_head=8, **dropouts, **COMMON))
+
+
+def llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, **COMMON)
+    return transformers.LlamaForCausalLM(config)
+
+
+CASES = [(make, strategy) for make in (gpt2, llama) for strategy in ("dp=8", "fsdp=8", "fsdp=8,zero=1", "tp=8", "dp=2,tp=4,sequence_parallel=True", "dp=2,cp=4", "fsdp=4,tp=2")]
+
+
+@pytest.mark.parametrize(("make", "strategy"), with_matrix(CASES, [(gpt2, "dp=8"), (gpt2, "tp=8"), (llama, "fsdp=8,zero=1")]))
+def test_predictions_are_within_five_percent(make, strategy):
+    model = graphacc.compile(make(), strategy=strategy, cache_dir=None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(VOCABULARY, (8, LENGTH))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    memory = model.memory()
+    assert memory.predicted_bytes == pytest.approx(memory.measured_bytes, rel=0.05)
+    assert memory.predicted_bytes - memory.argument_bytes == pytest.approx(memory.temporary_bytes, rel=0.15)  # arguments are exact
