@@ -65,12 +65,10 @@ def _meta_like(value: torch.Tensor) -> torch.Tensor:
 
 
 _answers = _Answers()
-_META_KERNELS = of_kind(OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.PERMUTE, OpKind.EXPAND, OpKind.PART, OpKind.PRODUCT) | {
-    aten.clone.default,
+_META_KERNELS = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.PERMUTE, OpKind.EXPAND, OpKind.PART, OpKind.PRODUCT) | {
     aten.cat.default,
     aten.constant_pad_nd.default,
     aten.sum.dim_IntList,
-    aten.mean.dim,
 }
 
 

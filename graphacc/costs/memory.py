@@ -205,22 +205,25 @@ def _repeated_for(node: torch.fx.Node) -> torch.fx.Node | None:
 
     The copy of the transposed input of a layer, which its weight's gradient reads, computes it from what it is made of, so that the input itself dies in the forward.
     """
-    if node.op != "call_function" or node.target not in _TRANSPOSES or node.meta["phase"] is not Phase.BACKWARD:
+    if node.op != "call_function" or node.target not in _TRANSPOSES or node.meta["phase"] is not Phase.BACKWARD or not any(_packs(user, node) for user in node.users):
         return None
-    if not any(user.target is _aten.mm.default and user.args[0] is node and is_packed_factor(*(arg.meta["val"] for arg in user.args)) for user in node.users):
-        return None
-    value = node.args[0]
+    value = node.all_input_nodes[0]
     while value.op == "call_function" and value.target in _RESHAPES and value.meta["phase"] is Phase.FORWARD:
-        value = value.args[0]
+        value = value.all_input_nodes[0]
     is_made = value.op == "call_function" and value.meta["phase"] is Phase.FORWARD
     return value if is_made and value.target not in _EXPENSIVE and _is_fusible(value) and value.meta["val"].dtype is torch.float32 else None
 
 
+def _packs(product: torch.fx.Node, factor: torch.fx.Node) -> bool:
+    factors = product.all_input_nodes
+    return product.target is _aten.mm.default and len(factors) == 2 and factors[0] is factor and is_packed_factor(*(node.meta["val"] for node in factors))
+
+
 def _is_computed_so(node: torch.fx.Node) -> bool:
     """Whether a copy of a transposed grouped product is the product itself, see `is_read_transposed`."""
-    if node.target is not _aten.clone.default or node.args[0].op != "call_function" or node.args[0].target not in _TRANSPOSES:
+    if node.target is not _aten.clone.default or node.all_input_nodes[0].target not in _TRANSPOSES:
         return False
-    product = node.args[0].args[0]
+    product = node.all_input_nodes[0].all_input_nodes[0]
     return product.target is torch.ops.graphacc.grouped_mm_weight_grad.default and is_read_transposed(product)
 
 
