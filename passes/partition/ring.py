@@ -42,7 +42,7 @@ def ring_plan(call: Call) -> Plan | None:
         return None
     queries, keys = places[0], places[1]
     required = tuple(
-        _bias_split(call, queries) if operand.name == "bias" else
+        _bias_split(call, queries) or REPLICATE if operand.name == "bias" else
         Shard(_LENGTH[operand.name], places[1 if operand.name in _KEYS else 0].outer) if operand.name in _LENGTH else None
         for operand in call.operands
     )
@@ -53,7 +53,7 @@ def ring_plan(call: Call) -> Plan | None:
 
 
 def _bias_split(call: Call, queries: Shard) -> Shard | None:
-    """A bias lies with its queries; None if it is the same for all of them."""
+    """A bias lies with its queries; None if it is the same for all of them, where every rank has it for all keys."""
     shape = call.shape("bias")
     return Shard(len(shape) - 2, queries.outer) if len(shape) > 1 and shape[-2] > 1 else None
 

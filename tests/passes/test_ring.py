@@ -25,7 +25,7 @@ def attention(queries=T, keys=T, scale=1.0, **tensors) -> dict[str, torch.Tensor
     return found | {name: x for name, x in tensors.items() if x is not None}
 
 
-def check(tensors: dict[str, torch.Tensor], ranks: int, *, right=-1, empty_rows=EmptyRows.ZEROS, dropout=0.0, outer=1) -> None:
+def check(tensors: dict[str, torch.Tensor], ranks: int, *, right=-1, empty_rows=EmptyRows.ZEROS, dropout=0.0, outer=1, bias_split=REPLICATE) -> None:
     names = list(tensors)
     size = [B, H, tensors["q"].shape[2], tensors["k"].shape[2]] if dropout else []
     options = (-1, right, D**-0.5, int(empty_rows), dropout, 7, size)
@@ -43,13 +43,19 @@ def check(tensors: dict[str, torch.Tensor], ranks: int, *, right=-1, empty_rows=
     step = trace(function, [(Kind.BATCH, name, x) for name, x in tensors.items()], [(Kind.USER, str(i)) for i in range(len(expected))])
     for node in step.graph.nodes:
         node.meta["context"] = "ring"
-    split = {"grad": Shard(2, outer), "q": Shard(2, outer), "k": Shard(2, outer), "v": Shard(2, outer)}
+    split = {"grad": Shard(2, outer), "q": Shard(2, outer), "k": Shard(2, outer), "v": Shard(2, outer), "bias": bias_split}
     places = {item.name: split.get(item.target, REPLICATE) for item in step.inputs}
     result, report = partition(step, "cp", ranks, places, {}, lambda shape: None)
     assert any(item.kind == "permute" for item in report.collectives), report
     for name, got, want in zip(("out", "lse", "q", "k", "v", "bias"), simulate(result, {"cp": ranks}, inputs), run_global(step, inputs)):
         atol = 2e-5 * max(1.0, float(want[want.isfinite()].abs().max()))
         torch.testing.assert_close(got, want, rtol=2e-5, atol=atol, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+def test_a_bias_of_keys_that_arrives_split_along_them(right):
+    """A padding mask is made out of the batch, which is split along its tokens."""
+    check(attention(bias=random(B, 1, 1, T, seed=4)), 2, right=right, bias_split=Shard(3))
 
 
 BIASES = {"full": (1, H, T, T), "matrix": (T, T), "alibi": (H, 1, T), "column": (B, 1, T, 1), "number": (1, H, 1, 1)}
