@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "capture": {"errors", "_compat", "graph", "hlo", "ops", "lowering"},
     "passes": {"collector", "errors", "_compat", "graph", "hlo", "ops", "strategy", "costs"},
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
-    "search": {"collector", "errors", "cache", "graph", "ops", "passes", "strategy", "costs", "capture"},
+    "search": {"_compat", "collector", "errors", "cache", "graph", "ops", "passes", "strategy", "costs", "capture"},
     "runtime": {"errors", "cache", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},
     "loop": {"collector", "errors", "_compat", "graph", "hlo", "capture", "costs", "optim", "passes", "runtime", "search", "strategy"},
     "api": {"_compat", "costs", "errors", "loop", "runtime", "search", "strategy"},

@@ -75,6 +75,11 @@ def compiling():
         yield
 
 
+def without_function_modes():
+    """Without the user's modes of torch functions, such as ``with torch.device(...)`` and a default device: each is asked for every shape that is read."""
+    return torch._C.DisableTorchFunction()
+
+
 @contextlib.contextmanager
 def without_onednn():
     """Keep torch from choosing oneDNN's fused operators (torch.backends.mkldnn.flags, which warns of TF32 at every use)."""

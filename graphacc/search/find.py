@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from graphacc import collector
+from graphacc._compat.torch_ import without_function_modes
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
 from graphacc.costs.memory import predict_memory, working_bytes
@@ -111,11 +112,10 @@ class Search:
         if key not in self._profiles:
             start = time.perf_counter()
             try:
-                self._profiles[key] = self._profile(strategy)
-            except (StrategyError, GraphError) as error:
-                self._profiles[key] = str(error).partition("\n")[0]
-            except RuntimeError as error:  # a defect of a pass; the plan lists it, and the others can still be chosen
-                self._profiles[key] = f"a pass failed: {str(error).partition(chr(10))[0]}"
+                with without_function_modes():
+                    self._profiles[key] = self._profile(strategy)
+            except Exception as error:
+                self._profiles[key] = _reason_of(error)
             self._spent("profiles", start)
         profile = self._profiles[key]
         if isinstance(profile, str):
@@ -150,9 +150,10 @@ class Search:
         if strategy not in self._exact:
             start = time.perf_counter()
             try:
-                self._exact[strategy] = self._evaluate(strategy)
-            except (StrategyError, GraphError) as error:
-                self._exact[strategy] = str(error).partition("\n")[0]
+                with without_function_modes():
+                    self._exact[strategy] = self._evaluate(strategy)
+            except Exception as error:
+                self._exact[strategy] = _reason_of(error)
             self._spent("finalists", start)
         found = self._exact[strategy]
         if isinstance(found, str):
@@ -517,6 +518,12 @@ class Search:
 
     def _spent(self, part: str, start: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+def _reason_of(error: Exception) -> str:
+    """Why the passes do not take a strategy. Other errors than refusals are defects of a pass; the plan lists them, and the other strategies can still be chosen."""
+    text = str(error).partition("\n")[0]
+    return text if isinstance(error, (StrategyError, GraphError)) else f"a pass failed: {type(error).__name__}: {text}"
 
 
 def described(step: StepGraph) -> dict[str, str]:
