@@ -8,6 +8,7 @@ replaces an input is written in place. The order is the best of a few quick ones
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -75,6 +76,7 @@ _REDUCTIONS = frozenset(
 )
 
 PLAN_SECONDS = 0.5
+"""Budget of one predicted order; most are proved best in a fraction of it."""
 _ORDERS = ("program order", "immediate updates", "eager free", "LPMF", "BFS")
 
 
@@ -101,9 +103,9 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
         planned: the compiled program's order of operators is planned, and so is the predicted one, for `PLAN_SECONDS` at most; else the best of a few quick ones counts.
     """
     problem, donated = _problem(step, cpu=cpu), step.donations()
-    temporary = ordered = solve_order(problem, seconds=PLAN_SECONDS).peak if planned else _quick_peak(problem)
+    temporary = ordered = _planned_peak(problem) if planned else _quick_peak(problem)
     if planned:
-        ordered = max(temporary, solve_order(_with_collectives_in_order(step, problem), seconds=PLAN_SECONDS).peak)
+        ordered = max(temporary, _planned_peak(_with_collectives_in_order(step, problem)))
     return MemoryPrediction(
         argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
         temporary_bytes=temporary,
@@ -115,6 +117,12 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
 def _quick_peak(problem: Problem) -> int:
     graph = compile_problem(problem)
     return min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS)
+
+
+@functools.lru_cache(maxsize=16)
+def _planned_peak(problem: Problem) -> int:
+    """Asked once in a process: what is not proved best depends on how far the search comes in its time."""
+    return solve_order(problem, seconds=PLAN_SECONDS).peak
 
 
 def memory_profile(step: StepGraph) -> dict[torch.fx.Node, int]:

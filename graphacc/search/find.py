@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,8 @@ from graphacc.search.space import CHOSEN, MICROBATCHES, REMATS, Limits, Refusals
 from graphacc.strategy.axes import CP, EP, PP, TP
 from graphacc.strategy.schedules import build_schedule
 from graphacc.strategy.spec import Strategy, field_text
+
+log = logging.getLogger("graphacc")
 
 FINALISTS = 3
 """Strategies that fit and are evaluated on the whole graph, at most, before the best is taken."""
@@ -523,7 +526,10 @@ class Search:
 def _reason_of(error: Exception) -> str:
     """Why the passes do not take a strategy. Other errors than refusals are defects of a pass; the plan lists them, and the other strategies can still be chosen."""
     text = str(error).partition("\n")[0]
-    return text if isinstance(error, (StrategyError, GraphError)) else f"a pass failed: {type(error).__name__}: {text}"
+    if isinstance(error, (StrategyError, GraphError)):
+        return text
+    log.debug("graphacc: a pass failed in the search", exc_info=error)
+    return f"a pass failed: {type(error).__name__}: {text}"
 
 
 def described(step: StepGraph) -> dict[str, str]:

@@ -42,20 +42,20 @@ class Captured(Exception):
     """Carries the graph and the mesh of the step that was about to be compiled."""
 
 
-def compile_step(strategy: str, schedules: Sequence[str] = CPU_SCHEDULES, layers: int = LAYERS, **options) -> dict[str, bytes]:
+def compile_step(strategy: str, schedules: Sequence[str] = CPU_SCHEDULES, layers: int = LAYERS, length: int = LENGTH, **options) -> dict[str, bytes]:
     """The training step as XLA compiles it, with each of its schedules, and options of its own."""
 
     def capture(step, mesh, **_):
         raise Captured(step, mesh)
 
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=length, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     alone = f"{strategy},bucket_mb=0"  # many collectives, in whose order a plan has something to choose
     model = graphacc.compile(transformers.GPT2LMHeadModel(config), strategy=alone, cache_dir=None)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(VOCABULARY, (8, LENGTH))
+    tokens = torch.randint(VOCABULARY, (8, length))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Captured) as found:
         patch.setattr(Program, "build", capture)
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -77,8 +77,8 @@ class Case:
 
 
 @functools.cache
-def case(strategy: str) -> Case:
-    serialized = compile_step(strategy)
+def case(strategy: str, layers: int = LAYERS, length: int = LENGTH) -> Case:
+    serialized = compile_step(strategy, layers=layers, length=length)
     first, default = serialized["MEMORY_OPTIMIZED"], serialized["DEFAULT"]
     plan = plan_bytes(first, library=compat.xla_library(), solvers=core_solvers(1), seconds=3.0)
     other = plan_bytes(default, library=compat.xla_library(), solvers=core_solvers(1), seconds=3.0)
@@ -212,10 +212,10 @@ def test_a_gradient_is_scattered_as_soon_as_it_is_final():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_updates_at_the_end_cost_memory(strategy):
-    """The plan's order but for what no collective reads from: the updates, above all. Whole gradients that wait raise the peak; ZeRO-3's eighths fit below it."""
-    planned = case(strategy).planned
+    """The plan's order but for what no collective reads from: the updates, above all. ZeRO-3's eighths of gradients fit below the peak unless there are many of them."""
+    planned = (case(strategy) if strategy == "dp=8" else case(strategy, layers=6, length=2)).planned
     late = planned.with_updates_last()
-    assert late.peak > 1.1 * planned.peak if strategy == "dp=8" else late.peak >= planned.peak
+    assert late.peak > 1.1 * planned.peak
     if NEWER and strategy == "dp=8":
         pytest.skip(f"jax {jax.__version__}: its program of this strategy lets as many gradients wait in any order")
     assert max(late.waiting_gradients()) > 1.5 * max(planned.waiting_gradients())

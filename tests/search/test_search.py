@@ -223,8 +223,10 @@ def test_what_does_not_fit_is_computed_again():
     order = ["none", *REMATS]
     assert chosen[0] == "none" and chosen[1] != "none" and chosen[-1] == "blocks" and sorted(chosen, key=order.index) == chosen
     assert [plan.estimate.seconds for plan in found] == sorted(plan.estimate.seconds for plan in found)
+    cheap = free.needed(free.estimate(Strategy.parse("fsdp=8,remat=*:cheap")))
+    assert least < cheap < most
     with pytest.raises(StrategyError, match=r"with remat=none fits[\s\S]*  remat=\*:cheap in the place of remat=none"):
-        search_with(free, (most + least) // 2).run(Request.parse("auto,fsdp=8,remat=none", 8))
+        search_with(free, (most + cheap) // 2).run(Request.parse("auto,fsdp=8,remat=none", 8))
 
 
 def test_conflicting_pins_are_named_with_what_would_do():
