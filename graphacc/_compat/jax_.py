@@ -148,7 +148,7 @@ class CudnnAttention:
 
         mask = fused.MaskType.CAUSAL if self.causal else fused.MaskType.NO_MASK
         given = dict(scale=self.scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask)
-        return given | dict(layout=fused.AttentionLayout.BNTH.value, sliding_window_length=self.window)
+        return given | dict(layout=fused.AttentionLayout.BTNH.value, sliding_window_length=self.window)
 
 
 def has_cudnn_attention() -> bool:

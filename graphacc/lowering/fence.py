@@ -36,6 +36,11 @@ def read_often(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_fenced, default=lambda x: x) if x.size else x
 
 
+def multiplied_often(x: jax.Array) -> jax.Array:
+    """`x`, which several products read: XLA:GPU would copy it for each, such as the gradients of queries, keys and values behind one another."""
+    return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x) if x.size else x
+
+
 def _fenced(x: jax.Array) -> jax.Array:
     register_xla_target(FENCE)
     return jax.ffi.ffi_call(FENCE, jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0})(x)

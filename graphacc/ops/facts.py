@@ -138,6 +138,12 @@ def is_packed_factor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.ndim == 2 and a.stride() == (1, a.shape[0]) and min(a.shape) > 1 and a.numel() <= b.numel()
 
 
+def product_readers(node: torch.fx.Node) -> int:
+    """How many products of matrices read a value, or its elements in another layout."""
+    users = [user for user in node.users if user.op == "call_function"]
+    return sum(1 if facts(user.target).kind is OpKind.PRODUCT else product_readers(user) if facts(user.target).kind in LAYOUT_KINDS else 0 for user in users)
+
+
 def is_read_transposed(node: torch.fx.Node | None) -> bool:
     """Whether a product's result is only read with its last two dims swapped, as the gradient of a weight [G, N, K] is.
 

@@ -16,7 +16,7 @@ import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.capture.decompositions import decompositions
 from graphacc.capture.functions import WrittenOut
 from graphacc.errors import LoweringError
-from graphacc.lowering.rules.matmul import PIECE, in_pieces
+from graphacc.lowering.rules.matmul import PIECE, in_pieces, padded_product, padding
 
 NAN, INF = float("nan"), float("inf")
 aten = torch.ops.aten
@@ -491,3 +491,25 @@ def test_a_product_in_pieces(dtype, tolerance):
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in ((3, 2 * PIECE + 77), (2 * PIECE + 77, 5)))
     got = to_tensor(in_pieces(to_array(a), to_array(b), to_array(a).dtype))
     assert got.dtype is dtype and relative_error(got.double(), a.double() @ b.double()) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "added"),
+    [
+        ((256, 64, 1500), (False, True), [0, 0, 36]),  # logits: of the weight's rows
+        ((256, 1500, 64), (False, False), [0, 36, 0]),  # the gradient of what came in
+        ((1500, 256, 64), (True, False), [36, 0, 0]),  # that of the weight
+        ((1500, 256, 64), (False, False), [0, 0, 0]),  # whole rows, one more or less
+        ((256, 64, 1504), (False, True), [0, 0, 0]),
+    ],
+)
+def test_a_padded_product(sizes, transposed, added):
+    """As on GPUs, whose tensor cores read aligned rows: the same products with zeros behind."""
+    n, k, m = sizes
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((n, k), (k, m)))
+    left, right = to_array(a), to_array(b)
+    assert padding(left, right, transposed) == added
+    assert padding(left.astype("float32"), right.astype("float32"), transposed) == [0, 0, 0]
+    got = to_tensor(padded_product(left, right, transposed, added, left.dtype))
+    assert got.shape == (n, m) and relative_error(got.double(), a.double() @ b.double()) < 4e-3

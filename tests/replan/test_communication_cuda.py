@@ -1,6 +1,7 @@
 """Buckets and prefetch in the schedule that XLA:CUDA makes for H100s; no GPU is needed."""
 
 import functools
+import re
 
 import h100
 import jax
@@ -9,6 +10,8 @@ import pytest
 import torch
 from gpt2_steps import buckets_at_once, captured, gpt2, spread
 from graphs import trace
+
+from torch.nn import functional as F
 
 from graphacc._compat import jax_ as compat
 from graphacc.graph import Kind
@@ -81,3 +84,36 @@ def test_factors_of_an_odd_length_are_not_copied():
             compiled = h100.compile(jax.jit(product), [jax.ShapeDtypeStruct(item[2].shape, jnp.float32) for item in inputs])
             temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[0] > PIECED_BYTES > 2 * temporaries[1]
+
+
+def test_a_head_of_an_odd_vocabulary_multiplies_aligned_rows():
+    """Logits and both gradients in bf16: no product reads or writes rows of 4,097, and one array of the logits' gradient is made, which both products read."""
+
+    def step(x, weight, labels):
+        logits = x @ weight.t()
+        grad = (logits.float().softmax(-1) - F.one_hot(labels, 4097)).bfloat16()
+        return grad @ weight, grad.t() @ x
+
+    inputs = [(Kind.BATCH, "x", torch.empty(2048, 256)), (Kind.BATCH, "w", torch.empty(4097, 256)), (Kind.BATCH, "labels", torch.zeros(2048, dtype=torch.long))]
+    inputs = [(kind, name, value.bfloat16() if value.is_floating_point() else value) for kind, name, value in inputs]
+    with compat.x64():
+        arguments = [jax.ShapeDtypeStruct(item[2].shape, jnp.bfloat16 if item[2].is_floating_point() else jnp.int64) for item in inputs]
+        text = h100.compile(jax.jit(lower(trace(step, inputs, [(Kind.USER, str(i)) for i in range(2)]))), arguments).as_text()
+    products = [line for line in text.splitlines() if " dot(" in line or "__cublas" in line]
+    assert len(products) >= 3 and not any("4097" in line.partition("metadata")[0] for line in products)
+    assert len(re.findall(r"= bf16\[2048,4160\]\S* fusion\(.*calls=%fused_pad", text)) == 1
+
+
+def test_what_several_products_read_is_joined_once():
+    """As the gradients of queries, keys and values are."""
+
+    def step(a, b, weight, x):
+        both = torch.cat([a.sin(), b.sin()], 1)
+        return both @ weight, both.t() @ x
+
+    inputs = [(Kind.BATCH, name, torch.empty(shape)) for name, shape in (("a", (4096, 512)), ("b", (4096, 512)), ("w", (1024, 512)), ("x", (4096, 512)))]
+    inputs = [(kind, name, value.bfloat16()) for kind, name, value in inputs]
+    arguments = [jax.ShapeDtypeStruct(item[2].shape, jnp.bfloat16) for item in inputs]
+    with compat.x64():
+        text = h100.compile(jax.jit(lower(trace(step, inputs, [(Kind.USER, str(i)) for i in range(2)]))), arguments).as_text()
+    assert len(re.findall(r"fusion\(.*calls=%\S*concatenate", text)) == 1

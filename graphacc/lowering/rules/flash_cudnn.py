@@ -18,9 +18,11 @@ def options(call: Described, scale: float) -> compat.CudnnAttention:
 
 def forward(q, k, v, told: compat.CudnnAttention):
     """Output [B, H, T, D] in q's dtype and log-sum-exp [B, H, T] in fp32."""
-    return compat.cudnn_attention(q, k, v, told)
+    out, lse = compat.cudnn_attention(*(x.swapaxes(1, 2) for x in (q, k, v)), told)
+    return out.swapaxes(1, 2), lse
 
 
 def backward(grad, q, k, v, out, lse, told: compat.CudnnAttention):
     """Gradients of q, k and v in their shapes and dtypes."""
-    return compat.cudnn_attention_backward(grad, q, k, v, out, lse, told)
+    grad, q, k, v, out = (x.swapaxes(1, 2) for x in (grad, q, k, v, out))
+    return [x.swapaxes(1, 2) for x in compat.cudnn_attention_backward(grad, q, k, v, out, lse, told)]

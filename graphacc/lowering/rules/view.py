@@ -6,7 +6,9 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, to_jax
+from graphacc.lowering.fence import multiplied_often
 from graphacc.lowering.registry import register
+from graphacc.ops.facts import product_readers
 
 
 @register(
@@ -137,7 +139,10 @@ def _unbind(ctx, x, dim=0):
 @register("aten.cat.default", "prims.cat.default")
 def cat(ctx, tensors, dim=0):
     pieces = [cast(x, ctx.dtype) for x in tensors if x.shape != (0,) or len(ctx.shape) == 1]  # torch skips empty 1-d ones
-    return lax.concatenate(pieces, dim % len(ctx.shape)) if pieces else jnp.zeros(ctx.shape, ctx.dtype)
+    if not pieces:
+        return jnp.zeros(ctx.shape, ctx.dtype)
+    joined = lax.concatenate(pieces, dim % len(ctx.shape))
+    return multiplied_often(joined) if product_readers(ctx.node) > 1 else joined
 
 
 @register("aten.stack.default")
