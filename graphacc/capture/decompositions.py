@@ -355,10 +355,13 @@ def _rrelu_backward(grad: Tensor, x: Tensor, noise: Tensor, lower, upper, traini
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor
 ) -> Tensor:
-    """Comparisons with the class number instead of a scatter into zeros: element-wise, so it fuses with softmax's backward."""
+    """Comparisons with the class number instead of a scatter into zeros: element-wise, so it fuses with softmax's backward.
+
+    What is asked of each of as many elements as there are logits is one comparison of 32 bits; what a row can be asked is asked once.
+    """
     dim = 0 if x.dim() < 2 else 1
-    target = target.unsqueeze(dim)
-    classes = torch.arange(x.shape[dim], device=x.device)
+    target = torch.where(target == ignore_index, -1, target).to(torch.int32).unsqueeze(dim)
+    classes = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
     if weight is not None:
         weight = weight if dim == 0 else weight.unsqueeze(0)
     if reduction == 1:
@@ -366,8 +369,7 @@ def _nll_loss_backward(
     elif reduction == 0:
         grad = grad.unsqueeze(dim)
     value = -grad if weight is None else -grad * weight
-    hit = (classes == target) & (target != ignore_index)
-    return torch.where(hit, value, torch.zeros((), dtype=x.dtype, device=x.device)).expand(x.shape)
+    return torch.where(classes == target, value, torch.zeros((), dtype=x.dtype, device=x.device)).expand(x.shape)
 
 
 @_decomposes(aten.full_like.default)
