@@ -9,6 +9,7 @@
 
 namespace {
 
+using gacc::DepthwiseKernels;
 using gacc::FlashKernels;
 using gacc::Kernels;
 using gacc::RowKernels;
@@ -44,14 +45,15 @@ struct Choice {
   const Kernels* kernels;
   const FlashKernels* flash;
   const RowKernels* rows;
+  const DepthwiseKernels* depthwise;
   bool (*available)();
 };
 
 const Choice choices[] = {
-    {&gacc::kernels_portable, &gacc::flash_portable, &gacc::rows_portable, always},
+    {&gacc::kernels_portable, &gacc::flash_portable, &gacc::rows_portable, &gacc::depthwise_portable, always},
 #ifdef GACC_X86
-    {&gacc::kernels_avx2, &gacc::flash_avx2, &gacc::rows_avx2, has_avx2},
-    {&gacc::kernels_avx512, &gacc::flash_avx512, &gacc::rows_avx512, has_avx512},
+    {&gacc::kernels_avx2, &gacc::flash_avx2, &gacc::rows_avx2, &gacc::depthwise_avx2, has_avx2},
+    {&gacc::kernels_avx512, &gacc::flash_avx512, &gacc::rows_avx512, &gacc::depthwise_avx512, has_avx512},
 #endif
 };
 
@@ -88,6 +90,11 @@ const FlashKernels* find_flash_kernels(int32_t isa) {
 const RowKernels* find_row_kernels(int32_t isa) {
   const Choice* choice = find(isa);
   return choice ? choice->rows : nullptr;
+}
+
+const DepthwiseKernels* find_depthwise_kernels(int32_t isa) {
+  const Choice* choice = find(isa);
+  return choice ? choice->depthwise : nullptr;
 }
 
 int32_t best_isa() {

@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "depthwise.h"
 #include "flash.h"
 #include "kernels.h"
 #include "rows.h"
@@ -13,6 +14,7 @@ namespace gacc {
 const Kernels* find_kernels(int32_t isa);
 const FlashKernels* find_flash_kernels(int32_t isa);
 const RowKernels* find_row_kernels(int32_t isa);
+const DepthwiseKernels* find_depthwise_kernels(int32_t isa);
 
 // The fastest instruction set that this CPU runs.
 int32_t best_isa();

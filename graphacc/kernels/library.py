@@ -12,7 +12,7 @@ import graphacc
 from graphacc.errors import GraphAccError
 
 FILE_NAME = "libgraphacc_cpu.so"
-ABI_VERSION = 6
+ABI_VERSION = 7
 REMEDY = "run `pip install .` (or `pip install -e .` to develop) in the source tree"
 
 

@@ -1,4 +1,4 @@
-// Runs the attention, Adam and row kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
+// Runs the attention, Adam, row and depthwise kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
 // tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "depthwise_pairs.h"
 #include "gacc.h"
 #include "isa.h"
 #include "order.h"
@@ -126,6 +127,65 @@ void rows(int32_t isa) {
         }
       }
     }
+  }
+}
+
+void check(const std::vector<float>& got, const std::vector<float>& want, const char* what) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (std::fabs(got[i] - want[i]) <= 1e-4f * (1.0f + std::fabs(want[i]))) continue;
+    std::fprintf(stderr, "%s, element %zu: %f instead of %f\n", what, i, got[i], want[i]);
+    std::abort();
+  }
+}
+
+std::vector<float> floats(int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = random_number();
+  return values;
+}
+
+// A depthwise convolution and both gradients against plain loops, in two parts at once.
+void depthwise(int32_t isa) {
+  const gacc::DepthwiseKernels* kernels = gacc::find_depthwise_kernels(isa);
+  struct Case {
+    int64_t channels, height, width, taps[2], stride[2], padding[2], dilation[2];
+  };
+  const Case cases[] = {{4, 5, 9, {3, 3}, {1, 1}, {1, 1}, {1, 1}},    {21, 6, 11, {3, 5}, {2, 2}, {1, 2}, {1, 1}},   {64, 1, 13, {1, 4}, {1, 1}, {0, 3}, {1, 1}},
+                        {100, 4, 4, {7, 7}, {1, 1}, {3, 3}, {1, 1}}, {39, 9, 10, {3, 3}, {2, 3}, {2, 0}, {2, 3}}, {5, 3, 3, {1, 1}, {2, 2}, {0, 0}, {1, 1}}};
+  constexpr int64_t batch = 2;
+  for (const Case& c : cases) {
+    const auto size = [&](int64_t fine, int d) { return (fine + 2 * c.padding[d] - c.dilation[d] * (c.taps[d] - 1) - 1) / c.stride[d] + 1; };
+    const int64_t rows = size(c.height, 0), columns = size(c.width, 1), C = c.channels;
+    const auto fine = floats(batch * c.height * c.width * C), weight = floats(c.taps[0] * c.taps[1] * C), coarse = floats(batch * rows * columns * C);
+    std::vector<float> down(coarse.size()), up(fine.size()), tied(weight.size()), want_down(coarse.size()), want_up(fine.size()), want_tied(weight.size());
+    for (int64_t n = 0; n < batch; ++n) for (int64_t i = 0; i < rows; ++i) for (int64_t j = 0; j < columns; ++j)
+      for (int64_t a = 0; a < c.taps[0]; ++a) for (int64_t b = 0; b < c.taps[1]; ++b) {
+        const int64_t p = i * c.stride[0] - c.padding[0] + a * c.dilation[0], q = j * c.stride[1] - c.padding[1] + b * c.dilation[1];
+        if (p < 0 || q < 0 || p >= c.height || q >= c.width) continue;
+        for (int64_t k = 0; k < C; ++k) {
+          const size_t one = ((n * rows + i) * columns + j) * C + k, other = ((n * c.height + p) * c.width + q) * C + k, tap = (a * c.taps[1] + b) * C + k;
+          want_down[one] += fine[other] * weight[tap], want_up[other] += coarse[one] * weight[tap], want_tied[tap] += coarse[one] * fine[other];
+        }
+      }
+    const auto pairs = [&](int64_t targets, int64_t sources, int d, bool coarse_targets) {
+      return gacc::Pairs(targets, sources, c.taps[d], c.stride[d], c.padding[d], c.dilation[d], coarse_targets);
+    };
+    const gacc::Pairs of_rows = pairs(rows, c.height, 0, true), of_columns = pairs(columns, c.width, 1, true);
+    const gacc::Pairs back_rows = pairs(c.height, rows, 0, false), back_columns = pairs(c.width, columns, 1, false);
+    const gacc::Gather forward{fine.data(), weight.data(), down.data(), C, {c.height, c.width}, {rows, columns}, {c.taps[0], c.taps[1]}, of_rows.taps(), of_columns.taps()};
+    const gacc::Gather back{coarse.data(), weight.data(), up.data(), C, {rows, columns}, {c.height, c.width}, {c.taps[0], c.taps[1]}, back_rows.taps(), back_columns.taps()};
+    const gacc::Tie tie{coarse.data(), fine.data(), tied.data(), batch, C, {rows, columns}, {c.height, c.width}, {c.taps[0], c.taps[1]},
+                        {c.stride[0], c.stride[1]}, {c.padding[0], c.padding[1]}, {c.dilation[0], c.dilation[1]}};
+    std::vector<std::thread> threads;
+    for (int half = 0; half < 2; ++half) {
+      threads.emplace_back([&, half] {
+        kernels->gather(forward, half * rows, (half + 1) * rows);
+        kernels->gather(back, half * c.height, (half + 1) * c.height);
+        for (int64_t row = 0; row < c.taps[0]; ++row) kernels->tie(tie, row, half ? C / 2 : 0, half ? C : C / 2);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    check(down, want_down, "a depthwise convolution"), check(up, want_up, "the gradient of its input"), check(tied, want_tied, "the gradient of its filters");
   }
 }
 
@@ -292,6 +352,7 @@ int main() {
     }
     adam(isa, 4);
     rows(isa);
+    depthwise(isa);
   }
   cuts();
   products();

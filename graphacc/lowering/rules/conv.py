@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphacc._compat import jax_ as compat
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
+from graphacc.lowering.rules import cpu_depthwise
 from graphacc.lowering.rules.matmul import precision
 
 
@@ -50,9 +52,27 @@ def _transpose_kernel(weight, groups):
     return lax.rev(grouped.reshape(groups * per_group, channels // groups, *kernel), list(range(2, weight.ndim)))
 
 
+def _depthwise(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> cpu_depthwise.Depthwise | None:
+    """How the CPU computes this convolution by itself; None where XLA does."""
+    if not cpu_depthwise.takes(x, weight, groups):
+        return None
+    sizes = [tuple(_spread(values, x.ndim - 2)) for values in (stride, padding, dilation)]
+    return cpu_depthwise.Depthwise(stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=transposed)
+
+
+def _on_cpu(own, by_xla, *arrays):
+    """`own` of the arrays where a program is for the CPU, and there is such a function; else `by_xla`."""
+    if own is None:
+        return by_xla(*arrays)
+    result = jax.eval_shape(by_xla, *arrays)
+    return compat.lowered_for_platform(lambda platform, *given: [(own if platform == "cpu" else by_xla)(*given)], [result], *arrays)[0]
+
+
 @register("aten.convolution.default", "aten.convolution_overrideable.default")
 def convolution(ctx, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    result = _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups)
+    static = (stride, padding, dilation, transposed, output_padding, groups)
+    own = _depthwise(x, weight, *static)
+    result = _on_cpu(own and (lambda x, weight: own.forward(x, weight, ctx.shape[2:])), lambda x, weight: _convolve(x, weight, *static), x, weight)
     return result if bias is None else result + bias.reshape((-1,) + (1,) * (x.ndim - 2))
 
 
@@ -61,11 +81,22 @@ def _convolution_backward(
     ctx, grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
     static = (stride, padding, dilation, transposed, output_padding, groups)
+    own = _depthwise(x, weight, *static)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        (grad_x,) = jax.linear_transpose(lambda value: _convolve(value, weight, *static), x)(grad)
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        grad_x = _on_cpu(
+            own and (lambda grad, weight: own.input_gradient(grad, weight, like.shape[2:])),
+            lambda grad, weight: jax.linear_transpose(lambda value: _convolve(value, weight, *static), like)(grad)[0],
+            grad, weight,
+        )  # fmt: skip
     if output_mask[1]:
-        (grad_weight,) = jax.linear_transpose(lambda value: _convolve(x, value, *static), weight)(grad)
+        filters = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        grad_weight = _on_cpu(
+            own and (lambda grad, x: own.weight_gradient(grad, x, filters.shape[2:])),
+            lambda grad, x: jax.linear_transpose(lambda value: _convolve(x, value, *static), filters)(grad)[0],
+            grad, x,
+        )  # fmt: skip
     if output_mask[2]:
         grad_bias = cast(jnp.sum(grad, axis=(0, *range(2, grad.ndim))), grad.dtype)
     return grad_x, grad_weight, grad_bias
