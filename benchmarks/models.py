@@ -93,6 +93,23 @@ def convnext():
 
 
 @model
+def regnet():
+    """Grouped convolutions."""
+    from transformers import RegNetConfig, RegNetForImageClassification
+
+    config = RegNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256], depths=[1, 2, 2], groups_width=16, num_labels=100)
+    return RegNetForImageClassification(config), _images(8, 96, 100)
+
+
+@model
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = dict(vocab_size=2048, hidden_size=128, num_hidden_layers=2, state_size=16)
+    return MambaForCausalLM(MambaConfig(**sizes, use_cache=False, use_mambapy=False)), _tokens(2048, 4, 64)
+
+
+@model
 def swin():
     from transformers import SwinConfig, SwinForImageClassification
 

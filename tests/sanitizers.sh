@@ -18,12 +18,12 @@ build() { # name, flags...
   local x86=()
   if [[ $(uname -m) == x86_64 ]]; then
     x86=(-DGACC_X86)
-    for source in kernels depthwise_kernels flash_kernels row_kernels; do
+    for source in kernels grouped_conv_kernels flash_kernels row_kernels; do
       compile "$source-avx2" "csrc/cpu/$source.cc" -DGACC_ISA=avx2 -mavx2 -mfma
       compile "$source-avx512" "csrc/cpu/$source.cc" -DGACC_ISA=avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma
     done
   fi
-  for source in kernels depthwise_kernels flash_kernels row_kernels; do
+  for source in kernels grouped_conv_kernels flash_kernels row_kernels; do
     compile "$source-portable" "csrc/cpu/$source.cc" -DGACC_ISA=portable
   done
   for source in adam error flash host_stream isa products thread_pool; do

@@ -1,4 +1,4 @@
-// Vectors, products and elements for flash_kernels.cc, row_kernels.cc and depthwise_kernels.cc, once per instruction set: all of it in an unnamed namespace.
+// Vectors, products and elements for flash_kernels.cc, row_kernels.cc and grouped_conv_kernels.cc, once per instruction set: all of it in an unnamed namespace.
 #pragma once
 
 #include "flash.h"

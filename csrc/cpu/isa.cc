@@ -9,7 +9,7 @@
 
 namespace {
 
-using gacc::DepthwiseKernels;
+using gacc::GroupedConvKernels;
 using gacc::FlashKernels;
 using gacc::Kernels;
 using gacc::RowKernels;
@@ -45,15 +45,15 @@ struct Choice {
   const Kernels* kernels;
   const FlashKernels* flash;
   const RowKernels* rows;
-  const DepthwiseKernels* depthwise;
+  const GroupedConvKernels* grouped_conv;
   bool (*available)();
 };
 
 const Choice choices[] = {
-    {&gacc::kernels_portable, &gacc::flash_portable, &gacc::rows_portable, &gacc::depthwise_portable, always},
+    {&gacc::kernels_portable, &gacc::flash_portable, &gacc::rows_portable, &gacc::grouped_conv_portable, always},
 #ifdef GACC_X86
-    {&gacc::kernels_avx2, &gacc::flash_avx2, &gacc::rows_avx2, &gacc::depthwise_avx2, has_avx2},
-    {&gacc::kernels_avx512, &gacc::flash_avx512, &gacc::rows_avx512, &gacc::depthwise_avx512, has_avx512},
+    {&gacc::kernels_avx2, &gacc::flash_avx2, &gacc::rows_avx2, &gacc::grouped_conv_avx2, has_avx2},
+    {&gacc::kernels_avx512, &gacc::flash_avx512, &gacc::rows_avx512, &gacc::grouped_conv_avx512, has_avx512},
 #endif
 };
 
@@ -92,9 +92,9 @@ const RowKernels* find_row_kernels(int32_t isa) {
   return choice ? choice->rows : nullptr;
 }
 
-const DepthwiseKernels* find_depthwise_kernels(int32_t isa) {
+const GroupedConvKernels* find_grouped_conv_kernels(int32_t isa) {
   const Choice* choice = find(isa);
-  return choice ? choice->depthwise : nullptr;
+  return choice ? choice->grouped_conv : nullptr;
 }
 
 int32_t best_isa() {

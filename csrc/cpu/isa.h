@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "depthwise.h"
+#include "grouped_conv.h"
 #include "flash.h"
 #include "kernels.h"
 #include "rows.h"
@@ -14,7 +14,7 @@ namespace gacc {
 const Kernels* find_kernels(int32_t isa);
 const FlashKernels* find_flash_kernels(int32_t isa);
 const RowKernels* find_row_kernels(int32_t isa);
-const DepthwiseKernels* find_depthwise_kernels(int32_t isa);
+const GroupedConvKernels* find_grouped_conv_kernels(int32_t isa);
 
 // The fastest instruction set that this CPU runs.
 int32_t best_isa();

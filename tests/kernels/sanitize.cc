@@ -1,4 +1,4 @@
-// Runs the attention, Adam, row and depthwise kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
+// Runs the attention, Adam, row and convolution kernels over odd shapes, from several threads at once, products in pieces, streams, and minimum cuts; built by
 // tests/sanitizers.sh.
 // Arrays are allocated to the byte, so that AddressSanitizer sees every read or write beyond them.
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "depthwise_pairs.h"
+#include "grouped_conv_pairs.h"
 #include "gacc.h"
 #include "isa.h"
 #include "order.h"
@@ -144,48 +144,61 @@ std::vector<float> floats(int64_t count) {
   return values;
 }
 
-// A depthwise convolution and both gradients against plain loops, in two parts at once.
-void depthwise(int32_t isa) {
-  const gacc::DepthwiseKernels* kernels = gacc::find_depthwise_kernels(isa);
+// A convolution in groups and both gradients against plain loops, in two parts at once.
+void grouped_convolutions(int32_t isa) {
+  const gacc::GroupedConvKernels* kernels = gacc::find_grouped_conv_kernels(isa);
   struct Case {
-    int64_t channels, height, width, taps[2], stride[2], padding[2], dilation[2];
+    int64_t groups, depth, width, height, columns, taps[2], stride[2], padding[2], dilation[2];
   };
-  const Case cases[] = {{4, 5, 9, {3, 3}, {1, 1}, {1, 1}, {1, 1}},    {21, 6, 11, {3, 5}, {2, 2}, {1, 2}, {1, 1}},   {64, 1, 13, {1, 4}, {1, 1}, {0, 3}, {1, 1}},
-                        {100, 4, 4, {7, 7}, {1, 1}, {3, 3}, {1, 1}}, {39, 9, 10, {3, 3}, {2, 3}, {2, 0}, {2, 3}}, {5, 3, 3, {1, 1}, {2, 2}, {0, 0}, {1, 1}}};
+  const Case cases[] = {{4, 1, 1, 5, 9, {3, 3}, {1, 1}, {1, 1}, {1, 1}},    {21, 1, 1, 6, 11, {3, 5}, {2, 2}, {1, 2}, {1, 1}},
+                        {64, 1, 1, 1, 13, {1, 4}, {1, 1}, {0, 3}, {1, 1}},  {100, 1, 1, 4, 4, {7, 7}, {1, 1}, {3, 3}, {1, 1}},
+                        {39, 1, 1, 9, 10, {3, 3}, {2, 3}, {2, 0}, {2, 3}},  {5, 1, 1, 3, 3, {1, 1}, {2, 2}, {0, 0}, {1, 1}},
+                        {3, 4, 8, 5, 20, {3, 3}, {1, 1}, {1, 1}, {1, 1}},   {2, 13, 21, 6, 7, {3, 2}, {2, 1}, {1, 1}, {1, 2}},
+                        {2, 1, 3, 4, 5, {3, 3}, {1, 1}, {1, 1}, {1, 1}},    {1, 70, 67, 3, 12, {1, 3}, {1, 1}, {0, 1}, {1, 1}}};
   constexpr int64_t batch = 2;
   for (const Case& c : cases) {
     const auto size = [&](int64_t fine, int d) { return (fine + 2 * c.padding[d] - c.dilation[d] * (c.taps[d] - 1) - 1) / c.stride[d] + 1; };
-    const int64_t rows = size(c.height, 0), columns = size(c.width, 1), C = c.channels;
-    const auto fine = floats(batch * c.height * c.width * C), weight = floats(c.taps[0] * c.taps[1] * C), coarse = floats(batch * rows * columns * C);
+    const int64_t rows = size(c.height, 0), columns = size(c.columns, 1), in = c.groups * c.depth, out = c.groups * c.width;
+    const auto fine = floats(batch * c.height * c.columns * in), coarse = floats(batch * rows * columns * out);
+    const auto weight = floats(c.taps[0] * c.taps[1] * in * c.width);
+    std::vector<float> swapped(weight.size());  // depth and width the other way round, for the way back
     std::vector<float> down(coarse.size()), up(fine.size()), tied(weight.size()), want_down(coarse.size()), want_up(fine.size()), want_tied(weight.size());
     for (int64_t n = 0; n < batch; ++n) for (int64_t i = 0; i < rows; ++i) for (int64_t j = 0; j < columns; ++j)
       for (int64_t a = 0; a < c.taps[0]; ++a) for (int64_t b = 0; b < c.taps[1]; ++b) {
         const int64_t p = i * c.stride[0] - c.padding[0] + a * c.dilation[0], q = j * c.stride[1] - c.padding[1] + b * c.dilation[1];
-        if (p < 0 || q < 0 || p >= c.height || q >= c.width) continue;
-        for (int64_t k = 0; k < C; ++k) {
-          const size_t one = ((n * rows + i) * columns + j) * C + k, other = ((n * c.height + p) * c.width + q) * C + k, tap = (a * c.taps[1] + b) * C + k;
+        for (int64_t g = 0; g < c.groups; ++g) for (int64_t k = 0; k < c.depth; ++k) for (int64_t o = 0; o < c.width; ++o) {
+          const int64_t group = (a * c.taps[1] + b) * c.groups + g;
+          const size_t tap = (group * c.depth + k) * c.width + o;
+          swapped[(group * c.width + o) * c.depth + k] = weight[tap];
+          if (p < 0 || q < 0 || p >= c.height || q >= c.columns) continue;
+          const size_t one = ((n * rows + i) * columns + j) * out + g * c.width + o, other = ((n * c.height + p) * c.columns + q) * in + g * c.depth + k;
           want_down[one] += fine[other] * weight[tap], want_up[other] += coarse[one] * weight[tap], want_tied[tap] += coarse[one] * fine[other];
         }
       }
     const auto pairs = [&](int64_t targets, int64_t sources, int d, bool coarse_targets) {
       return gacc::Pairs(targets, sources, c.taps[d], c.stride[d], c.padding[d], c.dilation[d], coarse_targets);
     };
-    const gacc::Pairs of_rows = pairs(rows, c.height, 0, true), of_columns = pairs(columns, c.width, 1, true);
-    const gacc::Pairs back_rows = pairs(c.height, rows, 0, false), back_columns = pairs(c.width, columns, 1, false);
-    const gacc::Gather forward{fine.data(), weight.data(), down.data(), C, {c.height, c.width}, {rows, columns}, {c.taps[0], c.taps[1]}, of_rows.taps(), of_columns.taps()};
-    const gacc::Gather back{coarse.data(), weight.data(), up.data(), C, {rows, columns}, {c.height, c.width}, {c.taps[0], c.taps[1]}, back_rows.taps(), back_columns.taps()};
-    const gacc::Tie tie{coarse.data(), fine.data(), tied.data(), batch, C, {rows, columns}, {c.height, c.width}, {c.taps[0], c.taps[1]},
-                        {c.stride[0], c.stride[1]}, {c.padding[0], c.padding[1]}, {c.dilation[0], c.dilation[1]}};
+    const gacc::Pairs of_rows = pairs(rows, c.height, 0, true), of_columns = pairs(columns, c.columns, 1, true);
+    const gacc::Pairs back_rows = pairs(c.height, rows, 0, false), back_columns = pairs(c.columns, columns, 1, false);
+    const gacc::Gather forward{fine.data(), weight.data(), down.data(), c.groups, c.depth, c.width, {c.height, c.columns}, {rows, columns},
+                               {c.taps[0], c.taps[1]}, of_rows.taps(), of_columns.taps()};
+    const gacc::Gather back{coarse.data(), swapped.data(), up.data(), c.groups, c.width, c.depth, {rows, columns}, {c.height, c.columns},
+                            {c.taps[0], c.taps[1]}, back_rows.taps(), back_columns.taps()};
+    const gacc::Tie tie{coarse.data(), fine.data(), tied.data(), batch, c.groups, c.depth, c.width, {rows, columns}, {c.height, c.columns},
+                        {c.taps[0], c.taps[1]}, {c.stride[0], c.stride[1]}, {c.padding[0], c.padding[1]}, {c.dilation[0], c.dilation[1]}};
     std::vector<std::thread> threads;
     for (int half = 0; half < 2; ++half) {
       threads.emplace_back([&, half] {
         kernels->gather(forward, half * rows, (half + 1) * rows);
         kernels->gather(back, half * c.height, (half + 1) * c.height);
-        for (int64_t row = 0; row < c.taps[0]; ++row) kernels->tie(tie, row, half ? C / 2 : 0, half ? C : C / 2);
+        const int64_t groups[2] = {half ? c.groups / 2 : 0, half ? c.groups : c.groups / 2}, depths[3] = {0, c.depth / 2, c.depth};
+        for (int64_t row = 0; row < c.taps[0]; ++row) {
+          for (int part = c.depth == 1; part < 2; ++part) kernels->tie(tie, row, groups, depths + part);
+        }
       });
     }
     for (std::thread& thread : threads) thread.join();
-    check(down, want_down, "a depthwise convolution"), check(up, want_up, "the gradient of its input"), check(tied, want_tied, "the gradient of its filters");
+    check(down, want_down, "a convolution in groups"), check(up, want_up, "the gradient of its input"), check(tied, want_tied, "the gradient of its filters");
   }
 }
 
@@ -352,7 +365,7 @@ int main() {
     }
     adam(isa, 4);
     rows(isa);
-    depthwise(isa);
+    grouped_convolutions(isa);
   }
   cuts();
   products();

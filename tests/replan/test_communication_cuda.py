@@ -10,7 +10,6 @@ import pytest
 import torch
 from gpt2_steps import buckets_at_once, captured, gpt2, spread
 from graphs import trace
-
 from torch.nn import functional as F
 
 from graphacc._compat import jax_ as compat

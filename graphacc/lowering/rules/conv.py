@@ -12,7 +12,7 @@ from jax import lax
 from graphacc._compat import jax_ as compat
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.registry import register
-from graphacc.lowering.rules import cpu_depthwise
+from graphacc.lowering.rules import cpu_grouped_conv
 from graphacc.lowering.rules.matmul import precision
 
 
@@ -52,12 +52,12 @@ def _transpose_kernel(weight, groups):
     return lax.rev(grouped.reshape(groups * per_group, channels // groups, *kernel), list(range(2, weight.ndim)))
 
 
-def _depthwise(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> cpu_depthwise.Depthwise | None:
+def _in_groups(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> cpu_grouped_conv.GroupedConvolution | None:
     """How the CPU computes this convolution by itself; None where XLA does."""
-    if not cpu_depthwise.takes(x, weight, groups):
+    if not cpu_grouped_conv.takes(x, weight, groups):
         return None
     sizes = [tuple(_spread(values, x.ndim - 2)) for values in (stride, padding, dilation)]
-    return cpu_depthwise.Depthwise(stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=transposed)
+    return cpu_grouped_conv.GroupedConvolution(groups=groups, stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=transposed)
 
 
 def _on_cpu(own, by_xla, *arrays):
@@ -71,7 +71,7 @@ def _on_cpu(own, by_xla, *arrays):
 @register("aten.convolution.default", "aten.convolution_overrideable.default")
 def convolution(ctx, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     static = (stride, padding, dilation, transposed, output_padding, groups)
-    own = _depthwise(x, weight, *static)
+    own = _in_groups(x, weight, *static)
     result = _on_cpu(own and (lambda x, weight: own.forward(x, weight, ctx.shape[2:])), lambda x, weight: _convolve(x, weight, *static), x, weight)
     return result if bias is None else result + bias.reshape((-1,) + (1,) * (x.ndim - 2))
 
@@ -81,7 +81,7 @@ def _convolution_backward(
     ctx, grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
     static = (stride, padding, dilation, transposed, output_padding, groups)
-    own = _depthwise(x, weight, *static)
+    own = _in_groups(x, weight, *static)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -93,7 +93,7 @@ def _convolution_backward(
     if output_mask[1]:
         filters = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         grad_weight = _on_cpu(
-            own and (lambda grad, x: own.weight_gradient(grad, x, filters.shape[2:])),
+            own and (lambda grad, x: own.weight_gradient(grad, x, filters.shape)),
             lambda grad, x: jax.linear_transpose(lambda value: _convolve(x, value, *static), filters)(grad)[0],
             grad, x,
         )  # fmt: skip

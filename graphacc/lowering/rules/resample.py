@@ -28,17 +28,38 @@ def _nearest_exact(x, out, scales):
     return _nearest(x, out, scales, 0.5)
 
 
+def _linear_places(size: int, n: int, scale: float | None, align_corners: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each element of a result: the elements before and behind it, and the weight of the latter."""
+    if align_corners:
+        place = np.arange(n) * ((size - 1) / (n - 1) if n > 1 else 0.0)
+    else:
+        place = np.maximum((np.arange(n) + 0.5) * (1.0 / scale if scale else size / n) - 0.5, 0.0)
+    low = np.minimum(np.floor(place).astype(np.int64), size - 1)
+    return low, np.minimum(low + 1, size - 1), place - low
+
+
 def _linear(align_corners, x, out, scales):
     for dim, n, scale in zip(range(x.ndim - len(out), x.ndim), out, scales):
-        size = x.shape[dim]
-        if align_corners:
-            place = np.arange(n) * ((size - 1) / (n - 1) if n > 1 else 0.0)
-        else:
-            place = np.maximum((np.arange(n) + 0.5) * (1.0 / scale if scale else size / n) - 0.5, 0.0)
-        low = np.minimum(np.floor(place).astype(np.int64), size - 1)
-        high = np.minimum(low + 1, size - 1)
-        weight = (place - low).astype(x.dtype).reshape([-1] + [1] * (x.ndim - dim - 1))
+        low, high, weight = _linear_places(x.shape[dim], n, scale, align_corners)
+        weight = weight.astype(x.dtype).reshape([-1] + [1] * (x.ndim - dim - 1))
         x = jnp.take(x, low, axis=dim, mode="clip") * (1 - weight) + jnp.take(x, high, axis=dim, mode="clip") * weight
+    return x
+
+
+MOST_MULTIPLIED = 512
+"""Elements along a dim up to which the gradient of a linear interpolation is a product with a dense matrix. XLA:CPU scatters 13 ns an element, one after the other."""
+
+
+def _linear_by_products(align_corners, x, out, scales):
+    """`_linear`, whose transposed map is then a product and no scatter."""
+    if max(x.shape[-len(out) :]) > MOST_MULTIPLIED:
+        return _linear(align_corners, x, out, scales)
+    for dim, n, scale in zip(range(x.ndim - len(out), x.ndim), out, scales):
+        low, high, weight = _linear_places(x.shape[dim], n, scale, align_corners)
+        matrix = np.zeros((x.shape[dim], n), x.dtype)
+        np.add.at(matrix, (low, np.arange(n)), 1 - weight.astype(x.dtype))
+        np.add.at(matrix, (high, np.arange(n)), weight.astype(x.dtype))
+        x = jnp.moveaxis(jnp.tensordot(x, matrix, (dim, 0), precision="highest"), -1, dim)
     return x
 
 
@@ -69,8 +90,8 @@ def _register_nearest(name, resize):
 
 
 def _register_linear(name):
-    def resize(align_corners):
-        return lambda x, out, scales: _linear(align_corners, x, out, scales)
+    def resize(align_corners, form=_linear):
+        return functools.partial(form, align_corners)
 
     @register(f"aten.{name}.default")
     def forward(ctx, x, output_size, align_corners, *scales):
@@ -82,7 +103,7 @@ def _register_linear(name):
 
     @register(f"aten.{name}_backward.default")
     def backward(ctx, grad, output_size, input_size, align_corners, *scales):
-        return _backward(resize(align_corners), ctx, grad, scales)
+        return _backward(resize(align_corners, _linear_by_products), ctx, grad, scales)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-// What depthwise.h's kernels are told of one dim.
+// What grouped_conv.h's kernels are told of one dim.
 #pragma once
 
 #include <stddef.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "depthwise.h"
+#include "grouped_conv.h"
 
 namespace gacc {
 
