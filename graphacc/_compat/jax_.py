@@ -173,8 +173,11 @@ def cudnn_attention(q, k, v, told: CudnnAttention) -> list[jax.Array]:
     """Output and log-sum-exp of cuDNN's fused attention, for a program that is lowered for CUDA (JAX's own face wants a device).
 
     Args:
-        q: [B, H, T, D] in bf16 or fp16.
-        k, v: [B, G, S, D] in q's dtype.
+        q: [B, T, H, D] in bf16 or fp16.
+        k, v: [B, S, G, D] in q's dtype.
+
+    Returns:
+        [B, T, H, D] and [B, H, T].
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 

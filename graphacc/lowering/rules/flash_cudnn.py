@@ -4,6 +4,8 @@ cuDNN's softmax statistics are the log-sum-exp of the scaled scores (natural log
 causal mask lets query t see keys s <= t, and a window of w the keys t - w < s <= t. Every such row has a key (see `flash_form`), so
 the operator's rule for empty rows is never asked. Grouped heads stay grouped: cuDNN sums the gradients of a group itself.
 
+cuDNN is handed [B, T, H, D], as linear layers give and take it: transpositions to and from [B, H, T, D] then cancel or become layouts.
+
 Legend: B batch, H query heads, G key/value heads, T query length, S key length, D head size.
 """
 
@@ -18,7 +20,8 @@ def options(call: Described, scale: float) -> compat.CudnnAttention:
 
 def forward(q, k, v, told: compat.CudnnAttention):
     """Output [B, H, T, D] in q's dtype and log-sum-exp [B, H, T] in fp32."""
-    out, lse = compat.cudnn_attention(*(x.swapaxes(1, 2) for x in (q, k, v)), told)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    out, lse = compat.cudnn_attention(q, k, v, told)
     return out.swapaxes(1, 2), lse
 
 
