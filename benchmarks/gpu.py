@@ -454,7 +454,7 @@ def _speed(make, vocabulary: int, batch: int, length: int, args: argparse.Namesp
 
     peers = {
         "graphacc": lambda: ours("roam"),
-        "graphacc, cheap work again": lambda: ours("roam", remat=(("*", "cheap"),)),
+        "graphacc, cheap work again": lambda: ours("roam", remat="*:cheap"),
         "graphacc, XLA's plan": lambda: ours("xla"),
         "torch.compile": lambda: eager(True),
         "eager": lambda: eager(False),

@@ -259,7 +259,9 @@ def _pins(value: object) -> tuple[tuple[str, int], ...]:
 
 
 def _remat(value: Any) -> str | tuple[tuple[str, str], ...]:
-    """One of `REMATS`, or pairs of a pattern and what its regions keep."""
+    """One of `REMATS`, or pairs of a pattern and what its regions keep, which text separates by semicolons."""
+    if isinstance(value, str) and ":" in value:
+        value = tuple(pair.rpartition(":")[::2] for pair in value.split(";"))
     if isinstance(value, str):
         if value not in REMATS:
             raise StrategyError(f"remat={value!r} is unknown: choose one of {', '.join(REMATS)}, or pairs such as 'transformer.h.*:products'")
@@ -289,7 +291,7 @@ def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("precision", "reduce_dtype", "schedule", "context", "offload"):
         return value
     if name == "remat":
-        return value if ":" not in value else tuple(tuple(pair.rpartition(":")[::2]) for pair in value.split(";"))
+        return _remat(value)
     if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if name != "stages":

@@ -191,6 +191,8 @@ def test_nothing_is_done_where_there_is_no_backward():
 def test_strategy():
     assert Strategy.parse("fsdp=8,remat=blocks") == Strategy(fsdp=8, remat="blocks")
     assert Strategy.parse(str(Strategy(remat="blocks"))).remat == "blocks"
+    by_hand = (("*.h.0", "inputs"), ("*", "cheap"))
+    assert Strategy(remat="*.h.0:inputs;*:cheap").remat == Strategy.parse("remat=*.h.0:inputs;*:cheap").remat == by_hand
     with pytest.raises(StrategyError, match="remat='some' is unknown: choose one of none, blocks, auto"):
         Strategy(remat="some")
     with pytest.raises(StrategyError, match='needs a graph of operators|lazy tensors does not give: leave it out, or use capture="fx"'):
