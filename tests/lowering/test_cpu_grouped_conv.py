@@ -28,6 +28,8 @@ CASES = {
     "wider behind": (3, (8, 7), (3, 3), (2, 2), (1, 1), (1, 1), False, (0, 0), 12, 20),
     "transposed, in groups": (2, (5, 6), (4, 4), (2, 2), (1, 1), (1, 1), True, (1, 0), 20, 8),
     "a large image": (1, (17, 16), (3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0), 8, 24),
+    "few channels": (3, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0)),
+    "several filters for each": (8, (6, 7), (3, 3), (2, 1), (1, 1), (1, 1), False, (0, 0), 1, 2),
     "a filter of one": (8, (5, 5), (1, 1), (2, 2), (0, 0), (1, 1), False, (0, 0)),
 }
 MORE = {
@@ -77,13 +79,11 @@ def test_results_and_gradients(name, dtype):
 @pytest.mark.parametrize(
     ("groups", "shape", "filters", "dtype"),
     [
-        (3, (2, 3, 6, 6), (3, 1, 3, 3), torch.float32),  # few channels
-        (8, (2, 8, 6, 6), (16, 1, 3, 3), torch.float32),  # several filters for each
         (8, (2, 8, 6, 6), (8, 1, 3, 3), torch.float64),
         (4, (2, 8, 4, 6, 6), (8, 2, 3, 3, 3), torch.float32),  # three spatial dims
         (1, (2, 8, 15, 16), (8, 8, 3, 3), torch.float32),  # a small image
         (1, (2, 8, 16, 16), (8, 8, 1, 1), torch.float32),  # a product
-        (1, (2, 3, 16, 16), (8, 3, 3, 3), torch.float32),
+        (1, (2, 4, 16, 16), (6, 4, 3, 3), torch.float32),  # no whole vectors
     ],
 )
 def test_others_are_left_to_xla(groups, shape, filters, dtype):
@@ -93,6 +93,17 @@ def test_others_are_left_to_xla(groups, shape, filters, dtype):
     with x64():
         text = jax.jit(graphacc.lowering.lower(step)).lower(to_array(x), to_array(weight)).as_text()
     assert "stablehlo.convolution" in text and "gacc_grouped_conv" not in text
+
+
+def test_an_image_of_three_channels():
+    """Its filters, but not its own gradient."""
+    run, *tensors = drawn(1, (20, 20), (7, 7), (2, 2), (3, 3), (1, 1), False, (0, 0), 3, 16)
+    step = step_graph(run, *tensors)
+    with x64():
+        text = jax.jit(graphacc.lowering.lower(step)).lower(*map(to_array, tensors)).as_text()
+    assert re.findall(r"custom_call @(\w+)", text) == CALLS[::2] and text.count("stablehlo.convolution") == 1
+    for got, expected in zip(run_lowered(step, *tensors, jit=True), run(*(x.double() for x in tensors))):
+        assert relative_error(got.double(), expected) < 2e-6
 
 
 def test_other_platforms_have_their_own_kernels():

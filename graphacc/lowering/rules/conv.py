@@ -62,7 +62,7 @@ def _in_groups(x, weight, stride, padding, dilation, transposed, output_padding,
 
 def _on_cpu(own, by_xla, *arrays):
     """`own` of the arrays where a program is for the CPU, and there is such a function; else `by_xla`."""
-    if own is None:
+    if not own:
         return by_xla(*arrays)
     result = jax.eval_shape(by_xla, *arrays)
     return compat.lowered_for_platform(lambda platform, *given: [(own if platform == "cpu" else by_xla)(*given)], [result], *arrays)[0]
@@ -85,8 +85,9 @@ def _convolution_backward(
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        vectors = groups > 1 or cpu_grouped_conv.fills_vectors(x.shape[1])
         grad_x = _on_cpu(
-            own and (lambda grad, weight: own.input_gradient(grad, weight, like.shape[2:])),
+            own and vectors and (lambda grad, weight: own.input_gradient(grad, weight, like.shape[2:])),
             lambda grad, weight: jax.linear_transpose(lambda value: _convolve(value, weight, *static), like)(grad)[0],
             grad, weight,
         )  # fmt: skip

@@ -20,10 +20,10 @@ from graphacc.kernels.library import register_xla_target
 from graphacc.lowering.dtypes import cast
 
 LEAST_CHANNELS = 4
-"""Vectors hold channels: of all groups where each has one, else of one group."""
+"""Of the smallest vector."""
 
 LEAST_IMAGE = 16
-"""Rows and columns of an image of a convolution without groups: XLA's kernels take 1.5 to 1.8 times as long (3 x 3, 32 to 96 channels), on smaller ones the same."""
+"""Rows and columns of an image of a convolution without groups: XLA's kernels take 1.5 to 1.8 times as long (3 x 3, 32 to 96 channels), and 10 times where an image's three channels come in; on smaller ones the same."""
 
 _TAKEN = ("float32", "bfloat16", "float16")
 
@@ -71,13 +71,16 @@ class GroupedConvolution:
 
 
 def takes(x, weight, groups: int) -> bool:
-    """Whether a convolution of [N, C, ...] of one or two spatial dims with these filters is computed here: its channels fill vectors, and XLA has no kernel, or a slower one."""
+    """Whether a convolution of [N, C, ...] of one or two spatial dims with these filters is computed here: XLA has no kernel, or a slower one."""
     if x.ndim not in (3, 4) or 0 in x.shape or x.dtype != weight.dtype or x.dtype.name not in _TAKEN:
         return False
-    if groups == 1 and (x.ndim == 3 or math.prod(weight.shape[2:]) == 1 or min(x.shape[2:]) < LEAST_IMAGE):
-        return False
-    inputs, outputs = x.shape[1] // groups, weight.shape[0] * weight.shape[1] // x.shape[1]
-    return groups >= LEAST_CHANNELS if inputs == outputs == 1 else inputs % LEAST_CHANNELS == outputs % LEAST_CHANNELS == 0
+    outputs = weight.shape[0] * weight.shape[1] // x.shape[1]
+    return groups > 1 or (x.ndim == 4 and math.prod(weight.shape[2:]) > 1 and min(x.shape[2:]) >= LEAST_IMAGE and fills_vectors(outputs))
+
+
+def fills_vectors(channels: int) -> bool:
+    """Whether these channels of a result are whole vectors. Those of an image's gradient, which is seldom asked for, are not."""
+    return channels % LEAST_CHANNELS == 0
 
 
 def _of_two(numbers, missing: int) -> tuple[int, ...]:
