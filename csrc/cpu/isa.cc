@@ -9,8 +9,8 @@
 
 namespace {
 
-using gacc::GroupedConvKernels;
 using gacc::FlashKernels;
+using gacc::GroupedConvKernels;
 using gacc::Kernels;
 using gacc::RowKernels;
 

@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-#include "grouped_conv.h"
 #include "flash.h"
+#include "grouped_conv.h"
 #include "kernels.h"
 #include "rows.h"
 

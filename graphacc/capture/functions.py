@@ -4,7 +4,7 @@ Their own operators keep results for a backward kernel of torch's that neither a
 """
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -217,6 +217,15 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
+def _with_wide_classes(function: Callable) -> Callable:
+    """A loss of classes whose classes may be uint8, as masks of images are. torch's kernels take them; its decompositions gather by int64 alone, and torch_xla computes another loss."""
+
+    def loss(input, target, *args, **kwargs):
+        return function(input, target.to(torch.int64) if target.dtype is torch.uint8 else target, *args, **kwargs)
+
+    return loss
+
+
 def set_item(tensor: Tensor, key, value) -> None:
     """``tensor[key] = value``. Where a mask has the rows and one value is for all of them (the token of masked positions), it is written through ``torch.where``: the gradient of such
     a value is a sum over the rows, for which torch's own backward asks how many they are.
@@ -270,6 +279,8 @@ _WRITTEN_OUT = {
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.cross_entropy: _with_wide_classes(F.cross_entropy),
+    F.nll_loss: _with_wide_classes(F.nll_loss),
     F.one_hot: one_hot,
     Tensor.__setitem__: set_item,
     Tensor.index_put_: index_put_,
