@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 
     PARAM = "param"
     BUFFER = "buffer"  # a buffer of the model, or a tensor that the trace lifted (see StepGraph.constants)
-    STATE = "state"  # one tensor of the optimizer's state of one parameter; target "<parameter>/<name>"
+    STATE = "state"  # one tensor of the optimizer's state of one parameter, or a number that several have in common; target "<parameter>/<name>"
     GRAD = "grad"  # a gradient; target is the parameter's name
     BATCH = "batch"  # a tensor of the user's batch; target is its path in the call
     HYPER = "hyper"  # a number of a parameter group, float64, 0-d; target "<group index>/<name>"
@@ -109,7 +109,7 @@ class Input:
     target: str  # the parameter's first name, the batch leaf's path, ...: see Kind
     shape: tuple[int, ...]  # global shape, without padding
     dtype: torch.dtype
-    aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer; of a STATE, the targets of other parameters that have the same number
     trainable: bool = False  # parameters only: it receives a gradient
     shards: tuple[MeshShard, ...] = ()  # major to minor where two axes split the same dim
     codes: Codes | None = None  # parameters that nothing changes: the program reads codes, which `shape`, `dtype` and `shards` describe

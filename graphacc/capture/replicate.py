@@ -3,10 +3,13 @@
 torch's own optimizers update every parameter by itself in their single-tensor form, so two parameters of one group with equal
 shapes and state have the same operators; most work element by element, and then the shapes may differ. Tracing one parameter and
 copying its nodes makes capture time independent of a model's depth.
+
+Numbers of the state, such as the count of steps, that are equal for all parameters of a kind stay equal where the step changes them by themselves alone: they
+are one input and one output, and what follows from them (bias corrections) is computed once. Of a step of AdamW that is half of all operators.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -37,21 +40,26 @@ def is_elementwise(step: StepGraph) -> bool:
     )
 
 
-def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> StepGraph:
+def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapping[str, Sequence[int]], *, joins_numbers: bool = False) -> StepGraph:
     """Copy the nodes of every parameter of `step` for all the parameters that it represents.
 
     Args:
         step: an update graph of some parameters, in which none depends on another.
         representatives: parameter -> the parameter of `step` that stands for it, in the order of the result.
         shapes: parameter -> its shape, which may differ from that of its representative where `step` is elementwise (`is_elementwise`).
+        joins_numbers: numbers of the state are equal for all parameters with one representative (see `_common_numbers`).
     """
     graph = fx.Graph()
-    owners = _owners(step)
+    common = _common_numbers(step) if joins_numbers else frozenset()
+    owners = _owners(step, common)
     names = fx.graph._Namespace()
     copies: dict[tuple[str, fx.Node], fx.Node] = {}
     inputs: list[Input] = []
     others = {name: (shapes[standing], shapes[name]) for name, standing in representatives.items() if shapes[name] != shapes[standing]}
     values: dict[tuple, torch.Tensor] = {}
+    members: dict[str, list[str]] = {}
+    for name, representative in representatives.items():
+        members.setdefault(representative, []).append(name)
 
     def shape(name: str, of_representative: Sequence[int]) -> tuple[int, ...]:
         old, new = others.get(name, (None, ()))
@@ -67,12 +75,13 @@ def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapp
         return copy
 
     for kind in (*_OWNED, Kind.HYPER, Kind.KEY, Kind.BUFFER):
-        for item, node, name in _assigned(step.inputs, step.placeholders, kind, representatives):
+        for item, node, name in _assigned(step.inputs, step.placeholders, kind, representatives, owners):
             target = name + item.target.removeprefix(owner(item)) if name else item.target
             copy = graph.placeholder(names.create_name(f"{kind.value}_{target}", None))
             copy.meta = dict(node.meta)
             copies[name, node] = reshape(copy, name)
-            inputs.append(dataclasses.replace(item, target=target, name=copy.name, shape=shape(name, item.shape)))
+            others_of = [other + item.target.removeprefix(owner(item)) for other in members[owner(item)][1:]] if item.target in common else ()
+            inputs.append(dataclasses.replace(item, target=target, name=copy.name, shape=shape(name, item.shape), aliases=(*item.aliases, *others_of)))
 
     calls = [node for node in step.graph.nodes if node.op == "call_function"]
     for name, representative in {"": "", **representatives}.items():
@@ -83,7 +92,7 @@ def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapp
     outputs, results = [], []
     for name, representative in representatives.items():
         for item, node in zip(step.outputs, step.results):
-            if owner(item) == representative:
+            if owner(item) == representative and (name == representative or item.target not in common):
                 target = name + item.target.removeprefix(representative)
                 outputs.append(dataclasses.replace(item, target=target, shape=shape(name, item.shape)))
                 results.append(copies[name if owners[node] else "", node])
@@ -93,9 +102,13 @@ def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapp
     return result
 
 
-def _owners(step: StepGraph) -> dict[fx.Node, str]:
-    """Node -> the parameter that it belongs to, "" for what all share."""
-    owners = {node: owner(item) for node, item in zip(step.placeholders, step.inputs)}
+def _owners(step: StepGraph, common: Collection[str] = ()) -> dict[fx.Node, str]:
+    """Node -> the parameter that it belongs to, "" for what all share.
+
+    Args:
+        common: targets of the states that several parameters share.
+    """
+    owners = {node: "" if item.kind is Kind.STATE and item.target in common else owner(item) for node, item in zip(step.placeholders, step.inputs)}
     for node in step.graph.nodes:
         if node.op == "call_function":
             found = {owners[arg] for arg in node.all_input_nodes} - {""}
@@ -104,11 +117,21 @@ def _owners(step: StepGraph) -> dict[fx.Node, str]:
     return owners
 
 
+def _common_numbers(step: StepGraph) -> frozenset[str]:
+    """Targets of the numbers in the state that follow from such numbers and hyperparameters alone: where they are equal before a step, they are equal behind it."""
+    common = frozenset(item.target for item in step.inputs if item.kind is Kind.STATE and not item.shape)
+    while True:
+        owners = _owners(step, common)
+        kept = frozenset(item.target for item, node in zip(step.outputs, step.results) if item.kind is Kind.STATE and item.target in common and not owners[node])
+        if kept == common:
+            return common
+        common = kept
+
+
 def _assigned(
-    inputs: Sequence[Input], placeholders: Sequence[fx.Node], kind: Kind, representatives: Mapping[str, str]
+    inputs: Sequence[Input], placeholders: Sequence[fx.Node], kind: Kind, representatives: Mapping[str, str], owners: Mapping[fx.Node, str]
 ) -> list[tuple[Input, fx.Node, str]]:
-    """(input, placeholder, parameter) for every input of `kind` that the result has."""
+    """(input, placeholder, parameter) for every input of `kind` that the result has; parameter "" for what several share."""
     own = [(item, node) for item, node in zip(inputs, placeholders) if item.kind is kind]
-    if kind not in _OWNED:
-        return [(item, node, "") for item, node in own]
-    return [(item, node, name) for name, standing in representatives.items() for item, node in own if owner(item) == standing]
+    shared = [(item, node, "") for item, node in own if not owners[node]]
+    return shared + [(item, node, name) for name, standing in representatives.items() for item, node in own if owners[node] == standing]

@@ -5,7 +5,7 @@ single-tensor path is taken; step counts are carried in float64 inside the graph
 doubles.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ def capture_update(
     updated: Sequence[str] | None = None,
     results: Callable[[], dict[str, Tensor]] = dict,
     dynamic: Iterable[str] = (),
+    alike: Mapping[str, Hashable] | None = None,
     backend: Backend = FX,
 ) -> StepGraph | HloStep:
     """Capture one step of the optimizer.
@@ -67,6 +68,8 @@ def capture_update(
         updated: names of the parameters that have a gradient after `transform`; default: `grads`.
         results: called after `transform`; the values that it gives, by target, become outputs of kind USER.
         dynamic: numbers of the parameter groups that are inputs besides the learning rates, see `hyperparameters`.
+        alike: parameter -> what is equal for parameters whose states have equal numbers (tensors of no dims, such as the count of steps). A number that a step
+            changes alike for all of them is one input and one output, with the other targets as its aliases. None: nothing is known of them.
         backend: what records it; FX gives a StepGraph, LAZY an HloStep.
 
     Returns:
@@ -77,7 +80,7 @@ def capture_update(
         CaptureError: the optimizer cannot be captured.
     """
     found = members(model, optimizer, grads if updated is None else updated)
-    step = _capture_optimizer(optimizer, found, hyperparameters(optimizer, dynamic), backend)
+    step = _capture_optimizer(optimizer, found, hyperparameters(optimizer, dynamic), alike, backend)
     if transform is None:
         return step
     return backend.joined(_capture_gradient_code(model, grads, found, transform, extras, results, backend), step)
@@ -140,7 +143,7 @@ def _without_unused_key(step: StepGraph) -> StepGraph:
 
 
 def _capture_optimizer(
-    optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float], backend: Backend
+    optimizer: Optimizer, found: Sequence[Member], numbers: dict[str, float], alike: Mapping[str, Hashable] | None, backend: Backend
 ) -> StepGraph | HloStep:
     check_python_state(optimizer)
     state = state_layouts(optimizer, found)
@@ -148,12 +151,16 @@ def _capture_optimizer(
         return _traced(optimizer, found, state, numbers, backend)
     for likeness in (_likeness_but_for_shape, _likeness):
         first: dict[tuple, str] = {}
-        representatives = {member.name: first.setdefault(likeness(member, state[member.name]), member.name) for member in found}
+        representatives = {}
+        for member in found:
+            key = likeness(member, state[member.name]), None if alike is None else alike[member.name]
+            representatives[member.name] = first.setdefault(key, member.name)
         step = _traced(optimizer, [member for member in found if representatives[member.name] == member.name], state, numbers, backend)
         assert isinstance(step, StepGraph)  # only those can be replicated
         if likeness is _likeness or is_elementwise(step):
             break
-    return replicated(step, representatives, {member.name: member.parameter.shape for member in found}) if len(first) < len(found) else step
+    shapes = {member.name: member.parameter.shape for member in found}
+    return replicated(step, representatives, shapes, joins_numbers=alike is not None) if len(first) < len(found) else step
 
 
 def _traced(
@@ -173,7 +180,7 @@ def _traced(
 def _likeness(member: Member, state: dict[str, Tensor]) -> tuple:
     """Members with equal ones have the same operators in their updates."""
     parameter = member.parameter
-    layout = tuple((key, tuple(x.shape), x.dtype) for key, x in state.items())
+    layout = tuple((key, tuple(x.shape), x.dtype) for key, x in sorted(state.items()))
     return member.group, tuple(parameter.shape), parameter.stride(), parameter.dtype, layout
 
 
@@ -185,7 +192,7 @@ def _likeness_but_for_shape(member: Member, state: dict[str, Tensor]) -> tuple:
     parameter = member.parameter
     if parameter.dim() == 0 or not parameter.is_contiguous() or any(x.dim() > 0 and x.shape != parameter.shape for x in state.values()):
         return _likeness(member, state)
-    return member.group, parameter.dtype, tuple((key, x.dim() > 0, x.dtype) for key, x in state.items())
+    return member.group, parameter.dtype, tuple((key, x.dim() > 0, x.dtype) for key, x in sorted(state.items()))
 
 
 class _Update:

@@ -230,7 +230,7 @@ class _Blocks:
                     self.block[node] = owners[item.target] = of.pop()
         for node, item in self.inputs.items():
             target = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
-            if item.kind in (Kind.STATE, Kind.GRAD) and target in owners:
+            if item.kind in (Kind.STATE, Kind.GRAD) and target in owners and not item.aliases:  # else it belongs to several parameters
                 self.block[node] = owners[target]
 
     def _place_updates(self) -> None:

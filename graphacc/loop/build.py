@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -335,12 +335,12 @@ def gradient_graph(backend: Backend, model: nn.Module, optimizer: torch.optim.Op
 
 
 def update_graph(
-    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str]
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, dynamic: frozenset[str], alike: Mapping[str, Hashable] | None
 ) -> Step:
-    """Gradient code and the optimizer's step."""
+    """Gradient code and the optimizer's step; arguments as of `capture_update`."""
     if not code.tape.gradient_calls and code.max_norm is None and not code.results:
-        return capture_update(model, optimizer, code.names, dynamic=dynamic, backend=backend)
-    return _captured_update(capture_update, backend, model, optimizer, code, dynamic=dynamic)
+        return capture_update(model, optimizer, code.names, dynamic=dynamic, alike=alike, backend=backend)
+    return _captured_update(capture_update, backend, model, optimizer, code, dynamic=dynamic, alike=alike)
 
 
 def _captured_update(capture: Callable[..., Step], backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, code: GradientCode, **options) -> Step:

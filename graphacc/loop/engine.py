@@ -865,12 +865,11 @@ class Engine:
         """The state of parameters that the loop has taken out of the optimizer's groups comes to ``optimizer.state``, where PyTorch leaves it."""
         with self.lock:
             self._drain()
-            is_home = bool(binding.copies)
-            for name in (name for name in names if name in self.handles):
-                if not is_home and (tensors := self.programs.optimizer_state(name)):
-                    binding.hold(self.handles[name].tensor, tensors)
-                for target in self.programs.state_targets(name) if self.programs.offload is None else ():
-                    self.programs.state.discard(Kind.STATE, target)
+            is_home, names = bool(binding.copies), [name for name in names if name in self.handles]
+            for name, tensors in () if is_home else self.programs.optimizer_state(names):
+                binding.hold(self.handles[name].tensor, tensors)
+            if self.programs.offload is None:
+                self.programs.discard_state(names)
             if not is_home:
                 binding.copies = {}  # those of the others are out of date
 
@@ -902,9 +901,8 @@ class Engine:
             return
         with self.lock:
             self._drain()
-            for name in binding.names:
-                if tensors := self.programs.optimizer_state(name):
-                    binding.hold(self.handles[name].tensor, tensors)
+            for name, tensors in self.programs.optimizer_state(binding.names):
+                binding.hold(self.handles[name].tensor, tensors)
 
     # ---- saving and restoring
 
@@ -930,8 +928,9 @@ class Engine:
         """"<parameter>/<state>" -> the optimizer's state where it is newest."""
         self.programs.drain()
         found: dict[str, Tensor | tuple] = {}
+        known = self.programs.state_targets(binding.names if binding.state_on_device else ())
         for name in binding.names:
-            targets = self.programs.state_targets(name) if binding.state_on_device else []
+            targets = known.get(name, ())
             held = {} if targets else dict.get(binding.optimizer.state, self.handles[name].tensor, {})
             found |= {target: self.programs.exact(Kind.STATE, target) for target in targets}
             found |= {f"{name}/{key}": value for key, value in held.items() if isinstance(value, Tensor)}
@@ -978,9 +977,8 @@ class Engine:
             note_kinds_of_state(optimizer, others.kinds)
             known = {name for name in binding.names if dict.get(optimizer.state, self.handles[name].tensor)}
             dict.clear(optimizer.state)
-            for target in [target for name in binding.names for target in self.programs.state_targets(name)] if on_devices else ():
-                if target not in state:
-                    self.programs.state.discard(Kind.STATE, target)
+            if on_devices:
+                self.programs.discard_state(binding.names, but=state)
             for target, (shape, dtype, read) in state.items():
                 name, _, key = target.rpartition("/")
                 if on_devices:

@@ -12,12 +12,14 @@ from torch import Tensor
 from graphacc import collector
 from graphacc.capture import hyperparameters, init_optimizer_state
 from graphacc.capture.guards import no_python_randomness
+from graphacc.capture.optimizer import is_separable
 from graphacc.graph import Kind
 from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
+from graphacc.loop.identity import Identity
 from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.optimizers import Binding
-from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled
+from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled, number_bits
 from graphacc.loop.promise import written_too_early
 from graphacc.loop.tape import Tape
 from graphacc.passes.stream import SENT, STREAM
@@ -144,12 +146,13 @@ class Execution:
         code = self._gradient_code(tape, names)
         if tape.bucket is not None and reads_lengths(tape, code):
             tape.bucket = None
-        captured = functools.cache(lambda backend: self._captured_update(binding, code))
+        alike = self._alike(binding, names)
+        captured = functools.cache(lambda backend: self._captured_update(binding, code, alike))
         update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
         self._choose(tape, update)
         compiled = self.program(
             "step",
-            {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code)},
+            {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code, alike)},
             lambda: build.step_graph(self.joint(tape), update()),
         )
         self._upload_optimizer_state(compiled, binding)
@@ -256,10 +259,11 @@ class Execution:
         return None
 
     def _run_update_program(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
+        alike = self._alike(binding, code.names)
         compiled = self.program(
             "update",
-            _update_aspects(binding, code),
-            lambda: self._captured_update(binding, code),
+            _update_aspects(binding, code, alike),
+            lambda: self._captured_update(binding, code, alike),
         )
         self._upload_gradients(compiled, code)
         self._upload_optimizer_state(compiled, binding)
@@ -276,7 +280,7 @@ class Execution:
         if runs_code:
             compiled = self.program(
                 "gradients",
-                _update_aspects(binding, code),
+                _update_aspects(binding, code, None),
                 lambda: self.capture(build.gradient_graph, binding.optimizer, code),
             )
             self._upload_gradients(compiled, code)
@@ -309,9 +313,37 @@ class Execution:
         with self.engine.direct_calls(), self._traced(), collector.paused(), torch.autocast("cpu", enabled=False):
             return build_graph(self.engine.fallback.backend, self.engine.model, *args)
 
-    def _captured_update(self, binding: Binding, code: build.GradientCode) -> build.Step:
+    def _captured_update(self, binding: Binding, code: build.GradientCode, alike: Identity | None) -> build.Step:
         with binding.noting():
-            return self.capture(build.update_graph, binding.optimizer, code, binding.dynamic)
+            return self.capture(build.update_graph, binding.optimizer, code, binding.dynamic, None if alike is None else dict(zip(code.names, alike.value)))
+
+    def _alike(self, binding: Binding, names: tuple[str, ...]) -> Identity | None:
+        """For each parameter, the place of the first one whose state has equal numbers, such as counts of steps; None where a program cannot have them in common.
+
+        Those that are on the devices are not read: known to be equal are numbers that are one array, or that were uploaded with equal values.
+        """
+        programs, optimizer = self.engine.programs, binding.optimizer
+        if programs.strategy.pp > 1 or programs.offload is not None or not is_separable(optimizer):
+            return None
+        looked_at = programs.state, programs.state.version, names
+        if binding.state_on_device and binding.alike is not None and binding.alike[0] == looked_at:
+            return binding.alike[1]
+        numbers: dict[str, list] = collections.defaultdict(list)
+        for target, number in programs.state.numbers().items() if binding.state_on_device else ():
+            owner, _, key = target.rpartition("/")
+            numbers[owner].append((key, number))
+        first: dict[tuple, int] = {}
+        places = []
+        for place, name in enumerate(names):
+            held = numbers.get(name) or [
+                (key, ("set", number_bits(torch.as_tensor(value))))
+                for key, value in dict.get(optimizer.state, self.engine.handles[name].tensor, {}).items()
+                if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
+            ]
+            places.append(first.setdefault(tuple(sorted(held)), place))
+        found = Identity(tuple(places))
+        binding.alike = looked_at, found
+        return found
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -397,8 +429,7 @@ class Execution:
     def _upload_optimizer_state(self, compiled: Compiled, binding: Binding) -> None:
         programs = self.engine.programs
         if not binding.state_on_device:  # also of parameters that this program does not update
-            for target in [target for name in binding.names for target in programs.state_targets(name)]:
-                programs.state.discard(Kind.STATE, target)
+            programs.discard_state(binding.names)
         missing = [item for item in compiled.state_inputs if not programs.state.holds(item.kind, item.target)]
         keys: dict[str, list[str]] = collections.defaultdict(list)
         for item in missing:
@@ -438,8 +469,8 @@ def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[
     return Cut(fetch, layout, tape.bucket.lengths_of(tape)) if any(layout) else fetch
 
 
-def _update_aspects(binding: Binding, code: build.GradientCode) -> dict[str, object]:
-    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form}
+def _update_aspects(binding: Binding, code: build.GradientCode, alike: Identity | None) -> dict[str, object]:
+    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form, "parameters with equal counts of steps": alike}
 
 
 def microbatch_seed(tape: Tape, microbatch: int) -> int:

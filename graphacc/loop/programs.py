@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -261,6 +261,7 @@ class Programs:
 
     def _move_from(self, before: TrainState) -> None:
         """Take over the parameters and buffers of another strategy; the rest is on the host, see `Engine.bring_home`."""
+        before.discard(Kind.STATE, *(target for kind, target in before.keys() if kind is Kind.STATE))
         for kind, target in before.keys():
             array, old = before.find(kind, target)
             if kind in (Kind.PARAM, Kind.BUFFER) and before.codes_of(kind, target) is None:
@@ -382,6 +383,8 @@ class Programs:
         with ranges.named("graphacc.upload"):
             value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
             self.state.set(item, to_device(value, item, self.mesh))
+        if kind is Kind.STATE and not item.shape:
+            self.state.note_number(target, number_bits(value))
 
     def load(self, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a parameter or buffer before a program wants it: the first one that does moves it into its layout."""
@@ -396,6 +399,8 @@ class Programs:
         self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
             self.state.set(item, from_blocks(read, item, mesh), mesh)
+        if kind is Kind.STATE and not shape:
+            self.state.note_number(target, (dtype, np.asarray(read(())).tobytes()))
 
     def layout_of(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Input, Mesh]:
         """The layout in which a value is to be uploaded: the one that it has, or the one that programs are likely to want."""
@@ -456,15 +461,26 @@ class Programs:
         """Whether an optimizer's state can be put on the devices before there is a program that wants it."""
         return self.offload is None and self.strategy.pp == 1
 
-    def state_targets(self, name: str) -> list[str]:
-        """The targets of the optimizer's state of one parameter."""
+    def state_targets(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The targets of the optimizer's state of parameters, by parameter."""
+        found: dict[str, list[str]] = {name: [] for name in names}
         if self.offload is not None:
-            return self.offload.state_targets(name)
-        return [target for kind, target in self.state.keys() if kind is Kind.STATE and target.rpartition("/")[0] == name]
+            return {name: self.offload.state_targets(name) for name in found}
+        for kind, target in self.state.keys():
+            if kind is Kind.STATE and (owner := target.rpartition("/")[0]) in found:
+                found[owner].append(target)
+        return found
 
-    def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's state of one parameter, on the host."""
-        return {target.rpartition("/")[2]: self.fetch(Kind.STATE, target) for target in self.state_targets(name)}
+    def discard_state(self, names: Iterable[str], *, but: Collection[str] = ()) -> None:
+        """Forget the optimizer's state of parameters on the devices, except for the targets `but`."""
+        targets = (target for held in self.state_targets(names).values() for target in held)
+        self.state.discard(Kind.STATE, *(target for target in targets if target not in but))
+
+    def optimizer_state(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The parameters that have optimizer state, with that state on the host, one parameter after the other."""
+        for name, targets in self.state_targets(names).items():
+            if targets:
+                yield name, {target.rpartition("/")[2]: self.fetch(Kind.STATE, target) for target in targets}
 
     def _feed(self, item: Input, value: object, mesh: Mesh | None = None) -> jax.Array:
         with ranges.named("graphacc.upload"):
@@ -615,6 +631,11 @@ class Programs:
         found = [text for name in changed if isinstance(value := aspects[name], (BatchForms, RecordedCode)) for text in value.differences(before.get(name))]
         shown = found[:MAX_SHOWN] + [f"and {len(found) - MAX_SHOWN} more"] * (len(found) > MAX_SHOWN)
         return "other " + ", ".join(changed) + (f": {', '.join(shown)}" if shown else "")
+
+
+def number_bits(value: Tensor) -> tuple[torch.dtype, bytes]:
+    """What is equal for tensors of no dims with equal values; a NaN is like itself."""
+    return value.dtype, value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
 def _unread_keys(graph: Step) -> list[Input]:

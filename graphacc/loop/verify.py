@@ -266,11 +266,10 @@ class Verifier:
         """Copies of what a program starts from."""
         engine, programs = self.engine, self.engine.programs
         found = {(handle.kind, name): self._value(handle) for name, handle in engine.handles.items()}
-        for name in {*tape.grad_values, *(code.names if code is not None else ())}:
-            if programs.holds(Kind.GRAD, name):
-                found[Kind.GRAD, name] = programs.fetch(Kind.GRAD, name)
-            for target in programs.state_targets(name) if code is not None else ():
-                found[Kind.STATE, target] = programs.fetch(Kind.STATE, target)
+        names = {*tape.grad_values, *(code.names if code is not None else ())}
+        found |= {(Kind.GRAD, name): programs.fetch(Kind.GRAD, name) for name in names if programs.holds(Kind.GRAD, name)}
+        for targets in programs.state_targets(names).values() if code is not None else ():
+            found |= {(Kind.STATE, target): programs.fetch(Kind.STATE, target) for target in targets}
         return {key: value.detach().clone() for key, value in found.items()}
 
     def _value(self, handle) -> Tensor:

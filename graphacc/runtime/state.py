@@ -2,13 +2,16 @@
 
 In a pipeline every stage has a mesh of its own, and a value lives on the mesh of one stage. Another stage that reads it gets a
 copy, which is kept until the value is replaced.
+
+Numbers that are equal for many parameters, such as their counts of steps, are one array under several keys (`TrainState.unite`): a program reads and replaces it under
+the first of them.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +33,7 @@ class Slots:
         self.items = list(items)
         self.keys: list[Key] = [(item.kind, item.target) for item in self.items]
         self.kept: list[Item] | None = None  # the layouts that the values had at the last look, all as they are wanted
+        self.version = -1  # of the state, then
 
 
 class TrainState:
@@ -40,6 +44,10 @@ class TrainState:
         self._values: dict[Key, tuple[jax.Array, Item]] = {}
         self._meshes: dict[Key, Mesh] = {}  # of values that live elsewhere
         self._copies: dict[Key, dict[Mesh, tuple[jax.Array, Item]]] = {}
+        self._first: dict[Key, Key] = {}  # the key that has the value of this one
+        self._others: dict[Key, list[Key]] = {}  # the same, from there
+        self._numbers: dict[Key, Hashable] = {}  # values of numbers that no program has read yet
+        self.version = 0  # of the numbers: changes where they are set, or share their values in another way
 
     def set(self, item: Item, array: jax.Array, mesh: Mesh | None = None) -> None:
         """Keep an array, which lies on `mesh`, as the value of the item's kind and target."""
@@ -52,6 +60,9 @@ class TrainState:
     def set_result(self, item: Item, array: jax.Array, mesh: Mesh | None = None) -> None:
         """`set`, for a result of a program, which was compiled to give what its outputs say (see `Program`)."""
         key = item.kind, item.target
+        self._part(key)
+        self._numbers.pop(key, None)
+        self.version += _is_number(item)
         self._values[key] = (array, item)
         if mesh is None or mesh is self.mesh:
             self._meshes.pop(key, None)
@@ -60,14 +71,18 @@ class TrainState:
         self._copies.pop(key, None)
 
     def set_results(self, slots: Slots, arrays: Sequence[jax.Array]) -> None:
-        """`set_result` for all of them."""
+        """`set_result` for all of them; keys that share a value go on sharing it."""
         self._values.update(zip(slots.keys, zip(arrays, slots.items), strict=True))
         for key in slots.keys if self._meshes or self._copies else ():
             self._meshes.pop(key, None)
             self._copies.pop(key, None)
 
     def get_all(self, slots: Slots) -> list[jax.Array]:
-        """`get` for all of them, from where all values live."""
+        """`get` for all of them, from where all values live. Numbers are united as the items' aliases say, which have equal values."""
+        if slots.version != self.version:
+            for item in filter(_is_number, slots.items):
+                self.unite(item.target, getattr(item, "aliases", ()))
+            slots.version = self.version
         found = [self._values[key] for key in slots.keys if key in self._values]
         if not self._meshes and slots.kept == [item for _, item in found]:  # quick, as items that are the same objects are not compared
             return [array for array, _ in found]
@@ -100,13 +115,74 @@ class TrainState:
             copies[mesh] = send(array, item, self.mesh_of(*key), mesh), item
         return copies[mesh][0]
 
+    def unite(self, target: str, others: Sequence[str]) -> None:
+        """Keep one value for the numbers of several parameters, which are equal, and for no further ones.
+
+        Args:
+            target: of the optimizer's state; the value is kept under it.
+            others: the targets that share it.
+        """
+        key, rest = (Kind.STATE, target), [(Kind.STATE, other) for other in others]
+        for each in (key, *rest):
+            self._numbers.pop(each, None)
+        if self._others.get(key, []) == rest and key not in self._first:
+            return
+        wanted = dict.fromkeys((key, *rest))
+        held = [each for each in wanted if self.holds(*each)]
+        if not held:
+            return
+        value = self.find(*held[0])
+        for each in dict.fromkeys(self._first.get(each, each) for each in held):
+            left = [other for other in (each, *self._others.get(each, [])) if other not in wanted]
+            if left:
+                with x64():
+                    self._share(left, (self._values[each][0].copy(), self._values[each][1]))
+        self._share(list(wanted), value)
+
+    def _share(self, keys: Sequence[Key], value: tuple[jax.Array, Item]) -> None:
+        """Keep a value under several keys, of which nothing else shares one with the first."""
+        first, *others = keys
+        for held in (self._values, self._first, self._others):
+            for key in keys:
+                held.pop(key, None)
+        self._values[first] = value
+        self._first |= dict.fromkeys(others, first)
+        if others:
+            self._others[first] = others
+        self.version += 1
+
+    def _part(self, *keys: Key) -> None:
+        """Those that share a value with one of these keys keep it without it; these keys have none any more, or one of their own."""
+        gone = dict.fromkeys(keys)
+        for first in dict.fromkeys(self._first.get(key, key) for key in gone):
+            if first in self._others:
+                value, members = self._values[first], [first, *self._others.pop(first)]
+                for key in members:
+                    self._first.pop(key, None)
+                if left := [key for key in members if key not in gone]:
+                    self._share(left, value)
+
+    def note_number(self, target: str, value: Hashable) -> None:
+        """Say what a number of the optimizer's state is that has just been set."""
+        self._numbers[Kind.STATE, target] = value
+
+    def numbers(self) -> dict[str, Hashable]:
+        """Target -> what is equal for numbers of the optimizer's state that are known to be equal."""
+        found = {}
+        for key, (_, item) in self._values.items():
+            if _is_number(item):
+                for each in (key, *self._others.get(key, [])):
+                    found[each[1]] = ("set", self._numbers[each]) if each in self._numbers else ("kept", key[1])
+        return found
+
     def find(self, kind: Kind, target: str) -> tuple[jax.Array, Item]:
         """A value and its layout as it is kept."""
-        assert (kind, target) in self._values, f"the state holds no {kind.value} {target!r}"
-        return self._values[kind, target]
+        key = kind, target
+        assert self.holds(kind, target), f"the state holds no {kind.value} {target!r}"
+        return self._values[self._first.get(key, key)]
 
     def holds(self, kind: Kind, target: str) -> bool:
-        return (kind, target) in self._values
+        return (kind, target) in self._values or (kind, target) in self._first
 
     def mesh_of(self, kind: Kind, target: str) -> Mesh:
         """Where a value lives."""
@@ -116,13 +192,18 @@ class TrainState:
         """The codes that a value is kept as; None: it is kept as it is."""
         return getattr(self.find(kind, target)[1], "codes", None)
 
-    def discard(self, kind: Kind, target: str) -> None:
-        """Forget a value, if there is one; its memory is free when nothing else refers to it."""
-        for held in (self._values, self._meshes, self._copies):
-            held.pop((kind, target), None)
+    def discard(self, kind: Kind, *targets: str) -> None:
+        """Forget values, if they are there; their memory is free when nothing else refers to it."""
+        keys = [(kind, target) for target in targets]
+        self._part(*keys)
+        for key in keys:
+            if key in self._values:
+                self.version += _is_number(self._values[key][1])
+            for held in (self._values, self._meshes, self._copies, self._numbers):
+                held.pop(key, None)
 
     def keys(self) -> Iterator[Key]:
-        return iter(list(self._values))
+        return iter([*self._others, *self._first, *(key for key in self._values if key not in self._others)])  # numbers first, as in torch's own states
 
     def bytes_per_device(self, *kinds: Kind) -> int:
         """Bytes on one device, padding included, of the mesh that holds most; of all kinds if none is named."""
@@ -132,6 +213,10 @@ class TrainState:
             for mesh in (self.mesh_of(*key), *self._copies.get(key, {})):
                 totals[mesh] += size if not kinds or key[0] in kinds else 0
         return max(totals.values(), default=0)
+
+
+def _is_number(item: Item) -> bool:
+    return item.kind is Kind.STATE and not item.shape
 
 
 def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:

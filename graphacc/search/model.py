@@ -117,7 +117,8 @@ def search_of(
     with PATCHING:
         joint = capture(microbatches)
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or torch.optim.AdamW)(model.parameters())
-        update = capture_update(model, made, [item.target for item in joint.outputs if item.kind is Kind.GRAD])
+        names = [item.target for item in joint.outputs if item.kind is Kind.GRAD]
+        update = capture_update(model, made, names, alike=dict.fromkeys(names) if not made.state else None)
     assert isinstance(update, StepGraph)
     captured = time.perf_counter()
     search = Search(joint, update, hardware, microbatches=microbatches, capture=capture, **options)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from capturing import batch_of, joint_of
+from capturing import batch_of, joint_of, run
 from torch import nn, optim
 
 import graphacc.capture.update
@@ -69,9 +69,9 @@ def traced(monkeypatch) -> list[str]:
     """The parameters whose updates were traced and then copied."""
     names: list[str] = []
 
-    def spy(step, *rest):
+    def spy(step, *rest, **options):
         names[:] = [item.target for item in step.inputs if item.kind is Kind.PARAM]
-        return replicated(step, *rest)
+        return replicated(step, *rest, **options)
 
     monkeypatch.setattr(graphacc.capture.update, "replicated", spy)
     return names
@@ -124,3 +124,30 @@ def test_signature_of_copied_updates():
     assert [item.target for item in update.inputs if item.kind is Kind.PARAM] == names
     assert [item.target for item in update.inputs if item.kind is Kind.GRAD] == names
     assert len({item.name for item in update.inputs}) == 5 * 60 + 1
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.default_cases("AdamW amsgrad", "NAdam", "ASGD", "SGD nesterov")
+def test_equal_numbers_are_one_input_and_one_output(name):
+    """Of parameters that are alike; values are those of the update in which each has its own."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({key: nn.Parameter(torch.randn(shape)) for key, shape in {"a": (4, 3), "b": (5,), "late": (2, 2), "c": (4, 3), "none": ()}.items()})
+    names = list(model.keys())
+    optimizer = ELEMENTWISE[name](model.parameters())
+    apart = capture_update(model, optimizer, names)
+    joined = capture_update(model, optimizer, names, alike={each: each == "late" for each in names})
+    values = {(item.kind, item.target): torch.tensor(1e-2, dtype=item.dtype) if item.kind is Kind.HYPER else torch.rand(item.shape).to(item.dtype) for item in apart.inputs}
+    numbers = {(item.kind, item.target) for item in apart.inputs if item.kind is Kind.STATE and not item.shape and not item.target.startswith("none/")}
+    for (kind, target) in numbers:
+        values[kind, target] = torch.tensor(7.0 if target.startswith("late") else 3.0, dtype=values[kind, target].dtype)
+    shared = {(item.kind, each) for item in joined.inputs for each in item.aliases}
+    assert shared == {(kind, target) for kind, target in numbers if target[0] in "bc"}, "a's numbers are b's and c's"
+    expected, got = run(apart, values), run(joined, {key: value for key, value in values.items() if key not in shared})
+    for key, value in expected.items():
+        if key not in shared:
+            torch.testing.assert_close(got.pop(key), value, rtol=0, atol=0, equal_nan=True, msg=str(key))
+        else:
+            assert torch.equal(value, expected[key[0], "a" + key[1][1:]])
+    assert not got
+    if numbers and "none" in names:
+        assert len(joined.graph.nodes) < len(apart.graph.nodes)

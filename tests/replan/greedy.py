@@ -5,7 +5,7 @@ from graphacc.runtime.replan.ordering import SequenceOrder
 from graphacc.runtime.replan.planner import Solvers
 
 
-def solve_order(problem: Problem, seconds: float) -> SequenceOrder:
+def solve_order(problem: Problem, seconds: float, bound_wanted: float) -> SequenceOrder:
     """The best of the program order and two greedy ones."""
     program = tuple(range(len(problem.operators)))
     best = min((program, _greedy(problem, 0), _greedy(problem, 1)), key=lambda order: peak(problem, order))

@@ -140,7 +140,7 @@ def test_an_optimal_plan_is_kept():
 
 
 def test_an_illegal_order_keeps_the_plan(caplog):
-    def backwards(problem, seconds):
+    def backwards(problem, seconds, bound_wanted):
         return SequenceOrder(order=tuple(reversed(range(len(problem.operators)))), peak=0, lower_bound=0)
 
     solvers = Solvers(order=backwards, addresses=SOLVERS.addresses)
@@ -150,7 +150,7 @@ def test_an_illegal_order_keeps_the_plan(caplog):
 
 
 def test_a_failing_solver_keeps_the_plan(caplog):
-    def fails(problem, seconds):
+    def fails(problem, seconds, bound_wanted):
         raise KeyError("a mistake")
 
     caplog.set_level(logging.DEBUG, logger="graphacc.replan")

@@ -1,5 +1,7 @@
 """The state between programs: kept by kind and target, and moved to another layout where a program wants one."""
 
+import dataclasses
+
 import pytest
 import torch
 from step_graphs import an_input, sgd_step, split
@@ -7,6 +9,7 @@ from step_graphs import an_input, sgd_step, split
 from graphacc.graph import Kind
 from graphacc.runtime import Program, TrainState, make_mesh, select_devices, to_device, to_torch
 from graphacc.runtime.devices import stage_meshes
+from graphacc.runtime.state import Slots
 from graphacc.strategy import Strategy
 
 WHOLE = []
@@ -95,3 +98,69 @@ def test_a_value_that_another_stage_reads_is_copied_until_it_is_replaced():
     assert torch.equal(to_torch(state.get(rows, first), rows), tensor + 2)
     state.discard(Kind.PARAM, "w")
     assert not state.holds(Kind.PARAM, "w") and state.bytes_per_device() == 0
+
+
+NUMBERS = [f"{name}/step" for name in "abcd"]
+
+
+@pytest.fixture
+def counted(mesh):
+    """A state with a count of steps of 3 for every one of four parameters, `program` that reads one and gives the next, and what the state holds."""
+    state = TrainState(mesh)
+
+    def number(target, aliases=()):
+        return dataclasses.replace(an_input(Kind.STATE, target, ()), aliases=tuple(aliases))
+
+    for target in NUMBERS:
+        state.set(number(target), to_device(torch.tensor(3.0), number(target), mesh))
+        state.note_number(target, 3.0)
+
+    def step(*groups):
+        slots = Slots(number(first, others) for first, *others in groups)
+        arrays = state.get_all(slots)
+        after = [to_device(to_torch(array, item) + 1, item, mesh) for array, item in zip(arrays, slots.items)]
+        for array in arrays:
+            array.delete()  # it was donated
+        state.set_results(slots, after)
+
+    return state, step, lambda: [to_torch(*state.find(Kind.STATE, target)).item() for target in NUMBERS]
+
+
+def test_equal_numbers_are_one_array(counted):
+    state, step, held = counted
+    assert len(set(state.numbers().values())) == 1, "set to the same value"
+    step(NUMBERS)
+    assert held() == [4, 4, 4, 4] and len({id(state.find(Kind.STATE, target)[0]) for target in NUMBERS}) == 1
+    assert sorted(target for _, target in state.keys()) == NUMBERS and state.bytes_per_device() == 4
+    version = state.version
+    step(NUMBERS)
+    assert state.version == version and len(set(state.numbers().values())) == 1 and held() == [5] * 4
+
+
+def test_numbers_part_where_a_program_reads_some(counted):
+    state, step, held = counted
+    step(NUMBERS)
+    a, b, c, d = NUMBERS
+    step([b, c])
+    assert held() == [4, 5, 5, 4]
+    labels = state.numbers()
+    assert labels[a] == labels[d] != labels[b] == labels[c]
+    step([c])
+    assert held() == [4, 5, 6, 4]
+    step([a, d], [b], [c])
+    assert held() == [5, 6, 7, 5]
+
+
+def test_a_number_that_is_set_or_forgotten_leaves_the_others(counted, mesh):
+    state, step, held = counted
+    step(NUMBERS)
+    a, b, c, d = NUMBERS
+    item = an_input(Kind.STATE, a, ())
+    state.set(item, to_device(torch.tensor(9.0), item, mesh))
+    assert held() == [9, 4, 4, 4] and state.numbers()[a] != state.numbers()[b] == state.numbers()[d]
+    step([a], [b, c, d])
+    state.discard(Kind.STATE, b, d)
+    assert not state.holds(Kind.STATE, b) and not state.holds(Kind.STATE, d)
+    assert to_torch(*state.find(Kind.STATE, c)).item() == 5 and to_torch(*state.find(Kind.STATE, a)).item() == 10
+    state.discard(Kind.STATE, *NUMBERS)
+    assert not list(state.keys()) and state.bytes_per_device() == 0

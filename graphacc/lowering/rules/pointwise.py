@@ -356,8 +356,11 @@ def _clamp_max(ctx, x, max):
 
 @register("aten.lerp.Scalar", "aten.lerp.Tensor")
 def lerp(ctx, start, end, weight):
-    start, end, weight = (cast(x, wide(ctx.dtype)) for x in (start, end, weight))
+    start, end = (cast(x, wide(ctx.dtype)) for x in (start, end))
     difference = end - start
+    if isinstance(weight, (int, float)):
+        return cast(start + weight * difference if abs(weight) < 0.5 else end - difference * (1 - weight), ctx.dtype)
+    weight = cast(weight, wide(ctx.dtype))
     result = jnp.where(jnp.abs(weight) < 0.5, start + weight * difference, end - difference * (1 - weight))
     return cast(result, ctx.dtype)
 
@@ -365,13 +368,13 @@ def lerp(ctx, start, end, weight):
 @register("aten.addcmul.default")
 def addcmul(ctx, x, a, b, *, value=1):
     x, a, b = (cast(y, wide(ctx.dtype)) for y in (x, a, b))
-    return cast(x + scaled(a * b, value), ctx.dtype)
+    return cast(x + scaled(a, value) * b, ctx.dtype)  # in PyTorch's order
 
 
 @register("aten.addcdiv.default")
 def addcdiv(ctx, x, a, b, *, value=1):
     x, a, b = (cast(y, wide(ctx.dtype)) for y in (x, a, b))
-    return cast(x + scaled(a / b, value), ctx.dtype)
+    return cast(x + scaled(a, value) / b, ctx.dtype)
 
 
 @register("aten.nan_to_num.default")

@@ -7,6 +7,7 @@ is one operator, whose workspace is what its nested sequences need beyond the bu
 
 import bisect
 import dataclasses
+import math
 import operator
 import time
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class SequenceOrder:
     lower_bound: int
 
 
-OrderSolver = Callable[[Problem, float], SequenceOrder]
-"""(problem, seconds) -> the best order found, its peak, and a bound for all orders."""
+OrderSolver = Callable[[Problem, float, float], SequenceOrder]
+"""(problem, seconds, a bound that ends the search) -> the best order found, its peak, and a bound for all orders."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,14 @@ def aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def find_orders(values: Values, solve: OrderSolver, seconds: float) -> Ordering:
+def find_orders(values: Values, solve: OrderSolver, seconds: float, bound_wanted: float = math.inf) -> Ordering:
     """Plan the order of every sequence.
 
     Args:
         values: of the executable.
         solve: the planner core.
         seconds: for all sequences together: each gets its share, by length, of what is left.
+        bound_wanted: bytes; a lower bound as high as this says that no order is worth searching for.
     """
     executable = values.executable
     deadline = time.monotonic() + seconds
@@ -77,7 +79,7 @@ def find_orders(values: Values, solve: OrderSolver, seconds: float) -> Ordering:
     for sequence in planned:
         share = max(0.0, deadline - time.monotonic()) * len(sequence.thunks) / num_left
         num_left -= len(sequence.thunks)
-        found = _solve_sequence(sequence, values, orders, bounds, solve, share)
+        found = _solve_sequence(sequence, values, orders, bounds, solve, share, bound_wanted if sequence is executable.root else math.inf)
         bounds[sequence.index] = found.lower_bound
         if found.order != tuple(range(len(sequence.thunks))):
             orders[sequence.index] = found.order
@@ -85,16 +87,16 @@ def find_orders(values: Values, solve: OrderSolver, seconds: float) -> Ordering:
 
 
 def _solve_sequence(
-    sequence: Sequence, values: Values, orders: Orders, bounds: dict[int, int], solve: OrderSolver, seconds: float
+    sequence: Sequence, values: Values, orders: Orders, bounds: dict[int, int], solve: OrderSolver, seconds: float, bound_wanted: float
 ) -> SequenceOrder:
     model = SequenceModel(sequence, values, orders, bounds)
-    found = solve(model.problem, seconds)
+    found = solve(model.problem, seconds, bound_wanted + model.slack)
     if not is_legal(found.order, model.predecessors):
         raise NotUnderstood(f"the planner gave an illegal order for sequence {sequence.index}: it breaks a dependency")
     found = dataclasses.replace(found, order=nearest_order(compile_problem(model.problem), found.order))
     if model.relaxed == model.problem:
         return found
-    bound = max(found.lower_bound - model.slack, solve(model.relaxed, BOUND_SHARE * seconds).lower_bound)
+    bound = max(found.lower_bound - model.slack, solve(model.relaxed, BOUND_SHARE * seconds, bound_wanted).lower_bound)
     return dataclasses.replace(found, lower_bound=bound)
 
 

@@ -72,7 +72,7 @@ def plan_bytes(
     values, identity, liveness = understand(executable)
     before = executable.temporary.size
     solving = time.monotonic()
-    ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds)
+    ordering = find_orders(values, solvers.order, ORDER_SHARE * seconds, bound_wanted=before / (1 + tolerance))
     left = max(0.0, seconds - (time.monotonic() - solving))
     planned, after, map_after = None, before, None
     if before > (1 + tolerance) * ordering.lower_bound:

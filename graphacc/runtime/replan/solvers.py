@@ -10,8 +10,8 @@ from graphacc.runtime.replan.planner import Solvers
 def core_solvers(threads: int) -> Solvers:
     """The core; `threads` is for its address solver, the order is searched by one."""
 
-    def order(problem: Problem, seconds: float) -> SequenceOrder:
-        plan = solve_order(problem, seconds=seconds)
+    def order(problem: Problem, seconds: float, bound_wanted: float) -> SequenceOrder:
+        plan = solve_order(problem, seconds=seconds, bound_wanted=bound_wanted)
         return SequenceOrder(order=plan.order, peak=plan.peak, lower_bound=plan.lower_bound)
 
     def addresses(problem: AddressProblem, seconds: float) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 
@@ -39,19 +40,20 @@ MIN_CUTS = 16
 """Single cuts that are made however little time there is: the first one, or one of the next, mostly is the bound."""
 
 
-def solve_order(problem: Problem, *, seconds: float = 10.0) -> OrderPlan:
+def solve_order(problem: Problem, *, seconds: float = 10.0, bound_wanted: float = math.inf) -> OrderPlan:
     """An order of small peak, and a bound.
 
     Args:
         problem: its operators must come in a valid order.
         seconds: time for improving; the first orders and the first bound are made in any case.
+        bound_wanted: bytes; a bound as high as this ends the search, as no order is worth more time.
 
     Raises:
         PlanError: the problem is not well formed.
     """
     if not problem.operators:
         return OrderPlan(status=Status.OPTIMAL, order=(), peak=0, lower_bound=0, bound_source="no operators", seconds=0.0)
-    search = _Search(problem, seconds)
+    search = _Search(problem, seconds, bound_wanted)
     search.start()
     while not search.is_finished():
         search.improve()
@@ -91,9 +93,9 @@ def reduce(graph: OrderGraph) -> _Reduction:
 class _Search:
     """The best order and the best bound so far. Peaks and bounds of the reduced graph have "reduced" in their names."""
 
-    def __init__(self, problem: Problem, seconds: float):
+    def __init__(self, problem: Problem, seconds: float, bound_wanted: float):
         self.begin = time.monotonic()
-        self.seconds = seconds
+        self.seconds, self.bound_wanted = seconds, bound_wanted
         self.names = [operator.name for operator in problem.operators]
         self.full = compile_problem(problem)
         self.reduction = reduce(self.full)
@@ -118,7 +120,7 @@ class _Search:
 
     def is_finished(self) -> bool:
         close = self.peak == self.bound or (self.attempts > 0 and self.gap() <= STEP)
-        return close or self.exhausted or not self.keep_going()
+        return close or self.exhausted or self.bound >= self.bound_wanted or not self.keep_going()
 
     def gap(self) -> float:
         return (self.peak - self.bound) / max(self.bound, 1)
@@ -142,6 +144,8 @@ class _Search:
                 self._consider(heuristic(self.full))
             self._consider_reduced(heuristic(self.graph))
         self._bound_by_cuts()
+        if self.bound >= self.bound_wanted:
+            return
         if self.peak > self.bound:
             self._consider(HEURISTICS["LPMF"](self.full))
         if self.gap() > STEP:
