@@ -94,7 +94,7 @@ def test_a_count_that_the_loop_writes():
         del optimizer.state[model.first.weight]
     step(pairs, ALL)
     check(pairs)
-    for model, optimizer in pairs:
+    for _, optimizer in pairs:
         for entry in optimizer.state.values():
             entry["step"].fill_(7)
     step(pairs, ALL)
