@@ -355,6 +355,11 @@ def load_executable(serialized: bytes, compiled: jax.stages.Compiled):
     return unloaded.backend.deserialize_executable(serialized, unloaded.device_list)
 
 
+def load_executable_on(serialized: bytes, mesh: jax.sharding.Mesh):
+    """The same on the devices of a mesh. Other threads go on meanwhile."""
+    return mesh.devices.flat[0].client.deserialize_executable(serialized, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())._internal_device_list)
+
+
 def with_executable(compiled: jax.stages.Compiled, executable) -> jax.stages.Compiled:
     """A copy of `compiled` (its trees, shardings, donation) that runs `executable`, a `LoadedExecutable`."""
     unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=executable)

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import threading
 
 import graphacc
 from graphacc.errors import GraphAccError
@@ -58,9 +59,17 @@ def call(function: str, *args) -> None:
         raise ValueError(f"{function}: {library.gacc_last_error().decode()}")
 
 
-@functools.cache
+_REGISTERING = threading.Lock()
+
+
 def register_xla_target(name: str) -> None:
     """Tell JAX about the custom call `name` on the CPU, once per process, at the first lowering that needs it."""
+    with _REGISTERING:  # a program may be loaded in a thread of its own
+        _register_xla_target(name)
+
+
+@functools.cache
+def _register_xla_target(name: str) -> None:
     import jax
 
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(load(), f"{name}_ffi")), platform="cpu")

@@ -23,6 +23,8 @@ if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
     from graphacc.loop.tape import Tape
 
+_GRAD = typing.cast(typing.Any, Tensor.grad)
+
 _ALIASING = frozenset(
     {
         Tensor.data.__get__,
@@ -207,12 +209,12 @@ class Handle:
     def host_grad(self) -> Tensor | None:
         """The ordinary ``.grad``, which PyTorch's own autograd and assignments of the loop fill."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.tensor.grad
+            return _GRAD.__get__(self.tensor)
 
     @host_grad.setter
     def host_grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self.tensor.grad = value
+            _GRAD.__set__(self.tensor, value)
 
     @property
     def spent(self) -> "SpentGradient":
@@ -630,7 +632,7 @@ def _get_grad(tensor: Tensor) -> Tensor | None:
     if (handle := handle_of(tensor)) is not None:
         return handle.engine.gradients.read(handle)
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.grad
+        return _GRAD.__get__(tensor)
 
 
 def _form(tensor: Tensor) -> tuple:
@@ -642,7 +644,7 @@ def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
     handle = handle_of(tensor)
     if handle is None:
         with torch._C.DisableTorchFunctionSubclass():
-            tensor.grad = value
+            _GRAD.__set__(tensor, value)
         return
     if value is not None and (tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype):
         raise LoopError(
@@ -654,4 +656,6 @@ def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
-_GRADIENT = {Tensor.grad.__get__: _get_grad, Tensor.grad.__set__: _set_grad, Tensor.grad.__delete__: _set_grad}
+_GRADIENT = {_GRAD.__get__: _get_grad, _GRAD.__set__: _set_grad, _GRAD.__delete__: _set_grad}
+
+Managed.grad = property(_get_grad, _set_grad, _set_grad)  # not by way of `__torch_function__`: an optimizer reads and clears all of them in every step

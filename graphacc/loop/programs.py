@@ -38,7 +38,7 @@ from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import PassReport, run_passes
 from graphacc.passes.stages import owner_of
 from graphacc.passes.stream import sent_gradients
-from graphacc.runtime import Program, TrainState, make_mesh, progress, ranges, select_devices, to_device, to_torch
+from graphacc.runtime import Program, TrainState, look_ahead, make_mesh, progress, ranges, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import from_blocks, from_parts, to_codes
@@ -141,7 +141,8 @@ class Compiled(Interface):
         """The outputs that become state, and the other ones, each with its place."""
         if keep_gradients not in self._given:
             places = [place for place, item in enumerate(self.graph.outputs) if item.kind in STATE_KINDS and (keep_gradients or item.kind is not Kind.GRAD)]
-            others = [(place, item) for place, item in enumerate(self.graph.outputs) if place not in set(places)]
+            kept = set(places)
+            others = [(place, item) for place, item in enumerate(self.graph.outputs) if place not in kept]
             self._given[keep_gradients] = Kept(places, Slots(self.graph.outputs[place] for place in places)), others
         return self._given[keep_gradients]
 
@@ -236,6 +237,7 @@ class Programs:
         self.cp_is_asked = True  # by the user, who is told about batches that it does not divide; otherwise a search chose it, and they run
         self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
         self.build_seconds = 0.0  # that capturing and compiling took
+        self.ahead = None  # loads, beside the first capture, what an earlier run has used
         self.num_let_go = 0  # programs that were dropped for newer ones
         self.adopt(strategy)
         self._notes: set[str] = set()  # what has been logged already
@@ -268,6 +270,15 @@ class Programs:
                 item = self._first_layout(kind, target, old.shape, old.dtype)
                 self.state.set(item, relayout(array, old, item, self.mesh))
             before.discard(kind, target)
+
+    def look_ahead(self, looks: object) -> None:
+        """A step is about to be captured that looks like this.
+
+        Args:
+            looks: told apart by its `repr`.
+        """
+        settings = self.strategy, dict(self.annotations), self.fast_compile, self.memory_plan, self.plan_seconds
+        self.ahead = look_ahead(self.cache_dir, (looks, settings), self.mesh)
 
     @property
     def runs_whole_steps(self) -> bool:
@@ -589,6 +600,7 @@ class Programs:
                 fast_compile=self.fast_compile,
                 memory_plan=self.memory_plan,
                 plan_seconds=self.plan_seconds,
+                ahead=self.ahead,
             )
             constants = {item.target: to_device(graph.constants[item.target], item, mesh) for item in graph.inputs if item.target in graph.constants}
             constants |= {item.target: self._feed(item, [0, 0], mesh) for item in _unread_keys(graph)}

@@ -37,7 +37,7 @@ def flatten(tree: object) -> tuple[list[Any], pytree.TreeSpec]:
 def leaves(tree: object) -> list[Any]:
     """`pytree.tree_leaves`."""
     found: list = []
-    _walk(tree, found)
+    _collect(tree, found)
     return found
 
 
@@ -64,6 +64,24 @@ def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
         tree = pytree.tree_unflatten([_LEAF] * spec.num_leaves, spec)
         known = _paths[id(spec)] = spec, [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
     return known[1]
+
+
+def _collect(node: Any, found: list) -> None:
+    """Add the leaves of a tree."""
+    kind = type(node)
+    if kind is dict:
+        node = node.values()
+    elif kind is not tuple and kind is not list:
+        if isinstance(node, Tensor) or (kind not in pytree.SUPPORTED_NODES and not isinstance(node, tuple)):
+            found.append(node)
+        else:
+            found.extend(pytree.tree_leaves(node))
+        return
+    for child in node:
+        if isinstance(child, Tensor):
+            found.append(child)
+        else:
+            _collect(child, found)
 
 
 def _walk(node: object, found: list) -> Hashable:

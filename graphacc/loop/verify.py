@@ -579,7 +579,7 @@ def _fault(
 def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expected: Values, **changes) -> Values:
     """The values of the same program, built with other settings and run on a state of its own."""
     programs: Programs = copy.copy(engine.programs)
-    vars(programs).update(state=TrainState(programs.mesh), compiled=[], **changes)
+    vars(programs).update(state=TrainState(programs.mesh), compiled=[], ahead=None, **changes)
     for name in ("_runs", "homes"):  # of a pipeline
         if name in vars(programs):
             setattr(programs, name, dict(getattr(programs, name)))

@@ -15,6 +15,7 @@ Not found this way are graphs with a rule of the user's own (`graphacc.lowering.
 to other libraries than ours, which JAX sets up while it lowers (LAPACK).
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +27,7 @@ import os
 import pathlib
 import platform
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import torch
@@ -45,6 +46,9 @@ from graphacc.runtime.replan.loading import whole_module
 log = logging.getLogger("graphacc")
 
 FORMAT = 1
+
+MAX_AHEAD = 4
+"""Programs of one run that the next one loads ahead: those of its first steps."""
 
 _VARIABLES = ("GRAPHACC_", "JAX_", "XLA_")
 _PLAIN = (int, bool, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -73,25 +77,25 @@ class Shortcut:
             variant: everything else that the executable depends on.
         """
         self._cache, self._stub = cache, stub
-        key = _key_of(stub, options)
-        self._key = None if key is None else f"lowered {FORMAT} {digest} {key} {variant}"
+        found = _key_of(stub, options)
+        self.key = None if found is None else f"lowered {FORMAT} {digest} {found} {variant}"
 
-    def load(self) -> "Found | None":
-        """What is noted; None where it is not there, or cannot be loaded."""
-        content = None if self._key is None else self._cache.get(self._key)
-        if content is None:
+    def load(self, ahead: "Ahead | None" = None) -> "Found | None":
+        """What is noted; None where it is not there, or cannot be loaded.
+
+        Args:
+            ahead: may have loaded it already.
+        """
+        if self.key is None:
             return None
         try:
-            known = json.loads(content)
-            entry = self._cache.get(known["entry"])
-            if entry is None:
+            stub = self._stub.compile()
+            loaded = None if ahead is None else ahead.take(self.key)
+            loaded = loaded or _load(self._cache, self.key, lambda serialized: compat.load_executable(serialized, stub))
+            if loaded is None:
                 return None
-            note, _, packed = entry.partition(b"\n")
-            for name in known["calls"]:
-                library.register_xla_target(name)
-            serialized, stub = compat.cached_executable(packed), self._stub.compile()
-            compiled = compat.with_executable(stub, compat.load_executable(serialized, stub))
-            return Found(compiled=compiled, note=note.decode(), module=whole_module(serialized))
+            compiled = compat.with_executable(stub, loaded.executable)
+            return Found(compiled=compiled, note=loaded.note, module=whole_module(loaded.serialized))
         except Exception as error:  # the graph is lowered, and its program compiled if need be
             log.info("graphacc: a program is not loaded by its graph: %s: %s", type(error).__name__, str(error).partition("\n")[0])
             return None
@@ -104,8 +108,80 @@ class Shortcut:
         """
         calls = compat.custom_calls(lowered)
         ours = sorted(name for name in calls if name.startswith(_OWN_CALLS))
-        if self._key is not None and calls <= {*ours, *_CALLS_OF_XLA} and not compat.has_lifted_constants(lowered):
-            self._cache.put(self._key, json.dumps({"entry": entry, "calls": ours}).encode())
+        if self.key is not None and calls <= {*ours, *_CALLS_OF_XLA} and not compat.has_lifted_constants(lowered):
+            self._cache.put(self.key, json.dumps({"entry": entry, "calls": ours}).encode())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    executable: typing.Any  # a LoadedExecutable
+    serialized: bytes
+    note: str
+
+
+def _load(cache: CompileCache, key: str, load: Callable[[bytes], typing.Any]) -> _Loaded | None:
+    """The executable that a shortcut's key leads to; None: it is not there."""
+    content = cache.get(key)
+    known = {} if content is None else json.loads(content)
+    entry = cache.get(known["entry"]) if known else None
+    if entry is None:
+        return None
+    note, _, packed = entry.partition(b"\n")
+    for name in known["calls"]:
+        library.register_xla_target(name)
+    serialized = compat.cached_executable(packed)
+    return _Loaded(executable=load(serialized), serialized=serialized, note=note.decode())
+
+
+class Ahead:
+    """Loads, in a thread beside the capture of a step, what an earlier run that looked the same from outside has loaded or compiled.
+
+    That is a guess, and decides nothing: a program is used where its own graph leads to it (`Shortcut.load`). An executable that was loaded in vain is let go.
+    """
+
+    def __init__(self, cache: CompileCache, looks: object, mesh: Mesh):
+        """
+        Args:
+            looks: what is known of a run before its capture, such as forms of parameters and batch; told apart by its `repr`.
+        """
+        self._cache = cache
+        self._key = f"ahead {FORMAT} {hashlib.sha256(repr((_surroundings(), _devices(mesh), looks)).encode()).hexdigest()}"
+        self._known = _keys_in(cache.get(self._key))
+        self._used: list[str] = []
+        self._loads: dict[str, concurrent.futures.Future[_Loaded | None]] = {}
+        if self._known:
+            thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="graphacc-ahead")
+            for key in self._known:
+                self._loads[key] = thread.submit(_load, cache, key, lambda serialized: compat.load_executable_on(serialized, mesh))
+            thread.shutdown(wait=False)
+
+    def take(self, key: str) -> _Loaded | None:
+        """The executable of a shortcut's key, if it was loaded ahead: waits for it. What was guessed before it is let go."""
+        found = self._loads.pop(key, None)
+        try:
+            return None if found is None else found.result()
+        except Exception as error:
+            log.info("graphacc: a program is not loaded ahead: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+            return None
+
+    def note(self, key: str) -> None:
+        """This run uses the program of a shortcut's key."""
+        self._used = [*self._used, key][:MAX_AHEAD]
+        if self._known[: len(self._used)] != self._used:
+            self._known = list(self._used)
+            self._cache.put(self._key, json.dumps(self._known).encode())
+            for load in self._loads.values():
+                load.cancel()
+            self._loads.clear()
+
+
+def _keys_in(content: bytes | None) -> list[str]:
+    """The keys that an entry of `Ahead` holds; none where it is damaged."""
+    try:
+        found = [] if content is None else json.loads(content)
+    except ValueError:
+        return []
+    return found if isinstance(found, list) and all(isinstance(key, str) for key in found) else []
 
 
 class _Asked(BaseException):
@@ -141,10 +217,13 @@ def digest_of(step: StepGraph, mesh: Mesh) -> str | None:
     except _Unknown as reason:
         log.debug("graphacc: a program is not found by its graph: %s", reason)
         return None
-    devices = [(device.platform, device.device_kind, device.id, device.process_index) for device in mesh.devices.flat]
-    found = hashlib.sha256(repr((_surroundings(), tuple(mesh.shape.items()), devices, step.inputs, step.outputs)).encode())
+    found = hashlib.sha256(repr((_surroundings(), tuple(mesh.shape.items()), _devices(mesh), step.inputs, step.outputs)).encode())
     found.update("\n".join(lines).encode())
     return found.hexdigest()
+
+
+def _devices(mesh: Mesh) -> list[tuple]:
+    return [(device.platform, device.device_kind, device.id, device.process_index) for device in mesh.devices.flat]
 
 
 class _Unknown(Exception):

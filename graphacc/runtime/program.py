@@ -31,7 +31,7 @@ from graphacc.runtime.compile_cache import CompileCache, default_directory
 from graphacc.runtime.distributed import process_index
 from graphacc.runtime.hlo_program import spmd_function
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding, stored_shape
-from graphacc.runtime.lowered_cache import Shortcut, digest_of
+from graphacc.runtime.lowered_cache import Ahead, Shortcut, digest_of
 from graphacc.runtime.replan.compiling import (
     CPU_SCHEDULES,
     SCHEDULE_PREFIX,
@@ -129,6 +129,7 @@ class Program:
         name: str = "step",
         memory_plan: str = "roam",
         plan_seconds: float = DEFAULT_PLAN_SECONDS,
+        ahead: Ahead | None = None,
     ) -> "Program":
         """Lower and compile a graph.
 
@@ -142,6 +143,7 @@ class Program:
             memory_plan: "roam" plans the temporaries again after XLA, on CPU: order of operations and addresses, with the same
                 bits as results; where that is not certain to be right, or not worth it, XLA's plan stays. "xla" leaves it.
             plan_seconds: budget for planning, and for compiling with XLA's other scheduler where the budget covers that.
+            ahead: may have loaded the program already, and learns which one it is.
 
         Raises:
             GraphAccError: `memory_plan` or `plan_seconds` is no such choice.
@@ -156,7 +158,7 @@ class Program:
         start = time.perf_counter()
         with x64():
             shortcut = _shortcut(step, mesh, name, options, cache, f"{plan_seconds} {' '.join(schedules)}" if planned else "")
-            known = None if shortcut is None else shortcut.load()
+            known = None if shortcut is None else shortcut.load(ahead)
             plan = plan_of(known.compiled, known.note) if known is not None and planned else None
             if known is not None and (plan is not None or not planned):
                 middle, compiled, from_cache, module = start, known.compiled, True, known.module
@@ -177,6 +179,8 @@ class Program:
                     compiled, from_cache, entry, module = compile_cached(lowered, options, cache)
                 if shortcut is not None and entry is not None:
                     shortcut.keep(entry, lowered)
+            if ahead is not None and shortcut is not None and shortcut.key is not None:
+                ahead.note(shortcut.key)
             if plan is not None:
                 log.info("graphacc: %s: %s", name, plan.summary())
         return cls(
@@ -391,6 +395,13 @@ def _shortcut(step: StepGraph | HloStep, mesh: Mesh, name: str, options: Compile
 
     lowered = _jitted(stub, step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
     return Shortcut(cache, digest, lowered, options, variant)
+
+
+def look_ahead(cache_dir: str | os.PathLike | None, looks: object, mesh: Mesh) -> Ahead | None:
+    """Begin to load what an earlier run that looked like this one has used, see `Ahead`; None where programs are not found by their graphs."""
+    cache = _cache(cache_dir)
+    alone = len(processes_of(mesh.devices.flat)) == 1
+    return Ahead(cache, looks, mesh) if cache is not None and alone and can_find_by_graph() else None
 
 
 def _output_keys(step: StepGraph | HloStep) -> tuple[int, ...]:

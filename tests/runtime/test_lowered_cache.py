@@ -1,6 +1,7 @@
 """Programs that are found by their graphs: the same program without lowering, and another digest for whatever lowering reads."""
 
 import dataclasses
+import threading
 
 import jax
 import pytest
@@ -197,3 +198,56 @@ def test_damage_is_noticed(name, tmp_path, lowerings):
     assert len(lowerings) == 2 and all(map(torch.equal, found, expected))
     found = ran(Program.build(sgd_step(1, 1), mesh_of(), cache_dir=tmp_path), mesh_of())
     assert len(lowerings) == 2 and all(map(torch.equal, found, expected)), "it was mended"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The threads in which executables are loaded."""
+    found: list[str] = []
+    for name in ("load_executable", "load_executable_on"):
+        load = getattr(compat, name)
+        monkeypatch.setattr(compat, name, lambda *given, load=load: found.append(threading.current_thread().name) or load(*given))
+    return found
+
+
+def built_ahead(step, tmp_path, looks="a run", ranks=1, **options) -> Program:
+    mesh = mesh_of(fsdp=ranks)
+    return Program.build(step, mesh, cache_dir=tmp_path, ahead=program_module.look_ahead(tmp_path, looks, mesh), **options)
+
+
+@pytest.mark.parametrize(("ranks", "memory_plan"), [(8, "roam"), (1, "xla")])
+def test_what_the_last_run_has_used_is_loaded_ahead(ranks, memory_plan, tmp_path, lowerings, loads):
+    options = {"ranks": ranks, "memory_plan": memory_plan, "plan_seconds": 1.0}
+    first = built_ahead(mlp_step(ranks), tmp_path, **options)
+    loads.clear()
+    second = built_ahead(mlp_step(ranks), tmp_path, **options)
+    assert len(lowerings) == 1 and second.from_cache and len(loads) == 1 and loads[0].startswith("graphacc-ahead")
+    for found, expected in zip(ran(second, mesh_of(fsdp=ranks)), ran(first, mesh_of(fsdp=ranks)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_wrong_guess_changes_nothing(tmp_path, lowerings, loads):
+    """Another program of a run that looks the same, which the next such run then loads ahead."""
+    built_ahead(mlp_step(1), tmp_path)
+    expected = ran(Program.build(sgd_step(1, 1), mesh_of(), cache_dir=None), mesh_of())
+    for number in range(2):
+        found = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
+        assert len(lowerings) == 3 and all(map(torch.equal, found, expected)), number
+    loads.clear()
+    built_ahead(sgd_step(1, 1), tmp_path, looks="another run")
+    assert [name.startswith("graphacc-ahead") for name in loads] == [False], "nothing is known of it"
+
+
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.default_cases("a note that is none", "half an executable")
+def test_damage_is_noticed_ahead(name, tmp_path, lowerings):
+    expected = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
+    notes = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_size)
+    ahead, note = sorted(notes[:2], key=lambda path: b"calls" in path.read_bytes())
+    which, damage = DAMAGES[name]
+    damage(note if which == 0 else notes[2])
+    for damaged in (b"{}", b"[1]", b"no list"):
+        found = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
+        assert len(lowerings) == 2 and all(map(torch.equal, found, expected))
+        break_content(ahead, lambda content, damaged=damaged: damaged)

@@ -1,0 +1,38 @@
+"""Programs of an earlier run that are loaded while a loop's first step is captured."""
+
+import copy
+
+import torch
+from torch import nn
+from training import compiled
+
+from graphacc.runtime import lowered_cache
+
+
+def trained(model: nn.Module, tmp_path, steps: int = 2) -> list[float]:
+    model = compiled(copy.deepcopy(model), None, cache_dir=str(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = model(torch.full((4, 8), 1.0 + step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_second_run_finds_its_program_loaded(tmp_path, monkeypatch):
+    taken = []
+    take = lowered_cache.Ahead.take
+    monkeypatch.setattr(lowered_cache.Ahead, "take", lambda self, key: taken.append(take(self, key)) or taken[-1])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    first = trained(model, tmp_path)
+    assert taken == [None]
+    assert trained(model, tmp_path) == first and taken[1] is not None
+    other = copy.deepcopy(model)
+    other[1] = nn.Sigmoid()  # it looks the same from outside
+    plain = nn.Sequential(*copy.deepcopy(other))
+    expected = plain(torch.full((4, 8), 1.0)).square().mean().item()
+    assert abs(trained(other, tmp_path)[0] - expected) < 1e-6 and taken[2] is None
