@@ -2,7 +2,15 @@
 
 from graphacc.runtime.devices import available_devices, default_platform, make_mesh, select_devices
 from graphacc.runtime.exchange import to_device, to_torch
-from graphacc.runtime.program import DEFAULT_PLAN_SECONDS, Cost, Memory, Program, check_memory_plan, default_options, look_ahead
+from graphacc.runtime.program import (
+    DEFAULT_PLAN_SECONDS,
+    Cost,
+    Memory,
+    Program,
+    check_memory_plan,
+    default_options,
+    look_ahead,
+)
 from graphacc.runtime.replan.figures import MemoryPlan
 from graphacc.runtime.state import TrainState
 
