@@ -20,7 +20,7 @@ import torch.fx
 import graphacc.ops  # noqa: F401  (registers the operators)
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.chunked import body_of
-from graphacc.ops.facts import LAYOUT_KINDS, OpKind, is_packed_factor, is_read_transposed, of_kind
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, is_packed_factor, is_read_transposed, of_kind, padding_of_rows
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.order.solve import solve_order
@@ -196,7 +196,7 @@ def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
             operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node]), workspace=loop_bytes(node)))
     for number in frozenset().union(*(places[node] for node in step.results)):
         buffers[number] = dataclasses.replace(buffers[number], size=0)
-    return Problem(operators=_in_place(operators, buffers, made), buffers=tuple(buffers))
+    return Problem(operators=_in_place(operators, buffers, made, cpu=cpu), buffers=tuple(buffers))
 
 
 def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
@@ -204,7 +204,7 @@ def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
     places = [i for i, item in enumerate(problem.operators) if item.name in collectives]
     operators = list(problem.operators)
     for first, second in itertools.pairwise(places):
-        operators[second] = dataclasses.replace(operators[second], after=(first,))
+        operators[second] = dataclasses.replace(operators[second], after=(*operators[second].after, first))
     return dataclasses.replace(problem, operators=tuple(operators))
 
 
@@ -235,23 +235,38 @@ def _is_computed_so(node: torch.fx.Node) -> bool:
     return product.target is torch.ops.graphacc.grouped_mm_weight_grad.default and is_read_transposed(product)
 
 
-def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Mapping[torch.fx.Node, range]) -> tuple[Operator, ...]:
-    """The operators, of which those that work element by element write over an operand of their size that nothing else reads."""
-    readers = collections.Counter(number for item in operators for number in item.reads)
+def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Mapping[torch.fx.Node, range], *, cpu: bool) -> tuple[Operator, ...]:
+    """The operators, of which those that work element by element write over an operand of their size that nothing reads behind them in the graph."""
+    readers: dict[int, list[int]] = collections.defaultdict(list)
+    for place, item in enumerate(operators):
+        for number in item.reads:
+            readers[number].append(place)
+    makers = {number: place for place, item in enumerate(operators) for number in item.writes}
     stands_in: dict[int, int] = {}  # buffer -> the one that it takes the memory of
+    behind: dict[int, tuple[int, ...]] = {}  # operator that does so -> the other ones that read that buffer
     for node, (own, *others) in made.items():
         if others or not _is_fusible(node):
             continue
         for operand in _elementwise_operands(node, made):
             (number, *more) = made[operand]
-            if not more and readers[number] == 1 and buffers[number].size == buffers[own].size:
+            if more or buffers[number].size != buffers[own].size or (not cpu and _is_padded(operand)):
+                continue
+            before = [place for place in readers[number] if place != makers[own]]
+            if all(place < makers[own] for place in before):
                 stands_in[own] = stands_in.get(number, number)
+                behind[makers[own]] = tuple(before)
                 break
 
     def renamed(numbers: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({stands_in.get(number, number) for number in numbers}))
 
-    return tuple(dataclasses.replace(item, reads=renamed(item.reads), writes=renamed(item.writes)) for item in operators)
+    return tuple(dataclasses.replace(item, reads=renamed(item.reads), writes=renamed(item.writes), after=behind.get(place, ())) for place, item in enumerate(operators))
+
+
+def _is_padded(node: torch.fx.Node) -> bool:
+    """Whether a product on a GPU stores its result in longer rows than those of `node`."""
+    value = node.meta["val"]
+    return node.target is _aten.mm.default and value.dtype in (torch.bfloat16, torch.float16) and padding_of_rows(value.shape[-1]) > 0
 
 
 def _elementwise_operands(node: torch.fx.Node, made: Mapping[torch.fx.Node, range]) -> Iterator[torch.fx.Node]:
@@ -279,9 +294,19 @@ def computed_on_the_fly(node: torch.fx.Node) -> bool:
     """Whether a call's result is never stored, since all its users can compute it for themselves."""
     if node.op != "call_function" or not _is_fusible(node) or not node.users:
         return False
-    if len(node.users) > 1 and not _may_be_repeated(node):
+    users = list(_users(node))
+    if len(users) > 1 and not _may_be_repeated(node):
         return False
-    return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in node.users)
+    return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in users)
+
+
+def _users(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Who reads a value, in another shape or in its own."""
+    for user in node.users:
+        if user.op == "call_function" and user.target in _RESHAPES and user.users:
+            yield from _users(user)
+        else:
+            yield user
 
 
 def _may_be_repeated(node: torch.fx.Node) -> bool:

@@ -441,6 +441,8 @@ class Execution:
                     for key in keys[name]:
                         programs.put(compiled, Kind.STATE, f"{name}/{key}", state[key])
                     self.engine.handles[name].let_go()
+        if programs.strategy.pp == 1:  # stages share nothing
+            programs.state.unite_for(compiled.read)
         binding.state_on_device = True
 
     def _fulfil(self, tape: Tape, fetched: dict[tuple[Kind, str], Callable[[], Tensor]], program: tuple | None = None) -> None:

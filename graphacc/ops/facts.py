@@ -138,6 +138,17 @@ def is_packed_factor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.ndim == 2 and a.stride() == (1, a.shape[0]) and min(a.shape) > 1 and a.numel() <= b.numel()
 
 
+ALIGNED = 64
+"""Elements that dims are padded to a multiple of, for GPUs."""
+LEAST_PADDED = 1024
+"""Dims that are padded, at least: a copy of a factor, where one is made, costs about 300 / its other length of the product."""
+
+
+def padding_of_rows(size: int) -> int:
+    """How far rows of a factor or a result of a product in half precision are padded on GPUs, see the rule of ``aten.mm``."""
+    return -size % ALIGNED if size % 8 and size >= LEAST_PADDED else 0
+
+
 def product_readers(node: torch.fx.Node) -> int:
     """How many products of matrices read a value, or its elements in another layout."""
     users = [user for user in node.users if user.op == "call_function"]

@@ -271,6 +271,8 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
 
     CUDA (jaxlib 0.10.2, GPT-2 12 x 768 under fsdp=8 compiled for H100):
 
+    - No excess precision: values of bf16 operators are rounded, as PyTorch rounds them. Otherwise XLA drops pairs of conversions, and stores in fp32 what the backward reads
+      of them, such as the tanh of a GELU: GPT-2 of 124M parameters, 16 x 1024 tokens on an H200, peak 12.47 -> 11.26 GB, 35.6 -> 34.7 ms. A Llama is as before.
     - The latency-hiding scheduler is on by default: asking for it gives the same schedule.
     - No combining of gathers and scatters in a program that has buckets (`bucketed`). XLA's combiner counts a scatter by its result and joins
       up to 30 MB, so that with 8 ranks it joins eight buckets, whose whole gradients wait for each other: 2 scatters, which keep 249 MB each.
@@ -301,11 +303,15 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
       level 0 alone takes 1.8 and 2.5 s. Steps take 1.06 and 1.73 times as long, results within 1e-5.
     """
     platform = mesh.devices.flat[0].platform
-    if platform in ("cuda", "gpu", "rocm") and bucketed:
-        return known_options({f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")})
+    options: dict[str, str | bool | int]
+    if platform in ("cuda", "gpu", "rocm"):
+        options = {"xla_allow_excess_precision": False}
+        if bucketed:
+            options |= {f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")}
+        return known_options(options)
     if platform != "cpu":
         return {}
-    options: dict[str, str | bool | int] = {
+    options = {
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
         "xla_cpu_copy_insertion_use_region_analysis": not chunked,
     }

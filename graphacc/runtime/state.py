@@ -78,11 +78,8 @@ class TrainState:
             self._copies.pop(key, None)
 
     def get_all(self, slots: Slots) -> list[jax.Array]:
-        """`get` for all of them, from where all values live. Numbers are united as the items' aliases say, which have equal values."""
-        if slots.version != self.version:
-            for item in filter(_is_number, slots.items):
-                self.unite(item.target, getattr(item, "aliases", ()))
-            slots.version = self.version
+        """`get` for all of them, from where all values live."""
+        self.unite_for(slots)
         found = [self._values[key] for key in slots.keys if key in self._values]
         if not self._meshes and slots.kept == [item for _, item in found]:  # quick, as items that are the same objects are not compared
             return [array for array, _ in found]
@@ -114,6 +111,13 @@ class TrainState:
                 array = relayout(array, kept, item, self.mesh_of(*key))
             copies[mesh] = send(array, item, self.mesh_of(*key), mesh), item
         return copies[mesh][0]
+
+    def unite_for(self, slots: Slots) -> None:
+        """Let numbers share their values as these items' aliases say, whose values are equal."""
+        if slots.version != self.version:
+            for item in filter(_is_number, slots.items):
+                self.unite(item.target, getattr(item, "aliases", ()))
+            slots.version = self.version
 
     def unite(self, target: str, others: Sequence[str]) -> None:
         """Keep one value for the numbers of several parameters, which are equal, and for no further ones.

@@ -335,8 +335,8 @@ def test_only_one_chunks_logits_are_in_memory():
     logits = 512 * 8192 * 4
     assert measured[2] < 0.6 * measured[0] and measured[0] - measured[1] > 0.35 * logits and measured[1] - measured[2] > 0.2 * logits, measured
     assert predicted[2] < 0.6 * predicted[0] and predicted[0] > predicted[1] > predicted[2], predicted
-    errors = [x / y for x, y in zip(predicted, measured, strict=True)]  # of the logits' copies, of which XLA:CPU stores one
-    assert 0.9 < errors[2] < errors[1] < errors[0], errors
+    errors = [x / y for x, y in zip(predicted, measured, strict=True)]
+    assert all(0.97 < error < 1.03 for error in errors), errors
     assert len(set(flops)) == 1, flops
 
 

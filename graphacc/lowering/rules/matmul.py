@@ -17,7 +17,7 @@ from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.extremes import largest
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules import cpu_products
-from graphacc.ops.facts import is_packed_factor, is_read_transposed
+from graphacc.ops.facts import ALIGNED, is_packed_factor, is_read_transposed, padding_of_rows
 
 _PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
 
@@ -48,12 +48,6 @@ def _packed(platform, nodes, a):
     return lax.optimization_barrier(a) if platform == "cpu" and is_packed_factor(*(node.meta["val"] for node in nodes)) else a
 
 
-ALIGNED = 64
-"""Elements that dims are padded to a multiple of, for GPUs."""
-LEAST_PADDED = 1024
-"""Dims that are padded, at least: a copy of a factor, where one is made, costs about 300 / its other length of the product."""
-
-
 def padding(a, b, transposed) -> list[int]:
     """How far the dims n, k and m of a product [n, k] @ [k, m] in bf16 or fp16 are padded on GPUs.
 
@@ -65,7 +59,7 @@ def padding(a, b, transposed) -> list[int]:
     if a.ndim != 2 or a.dtype != b.dtype or a.dtype.name not in ("bfloat16", "float16") or min(sizes) < ALIGNED:
         return [0, 0, 0]
     rows = {0 if transposed[0] else 1, 1 if transposed[1] else 2, 2}
-    return [-size % ALIGNED if dim in rows and size % 8 and size >= LEAST_PADDED else 0 for dim, size in enumerate(sizes)]
+    return [padding_of_rows(size) if dim in rows else 0 for dim, size in enumerate(sizes)]
 
 
 def padded_product(a, b, transposed, added, dtype):
