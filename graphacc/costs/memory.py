@@ -236,7 +236,8 @@ def _is_computed_so(node: torch.fx.Node) -> bool:
 
 
 def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Mapping[torch.fx.Node, range], *, cpu: bool) -> tuple[Operator, ...]:
-    """The operators, of which those that work element by element write over an operand of their size that nothing reads behind them in the graph."""
+    """The operators, of which those that work element by element write over an operand of their size: one that nothing else reads, or on GPUs
+    nothing behind them in the graph."""
     readers: dict[int, list[int]] = collections.defaultdict(list)
     for place, item in enumerate(operators):
         for number in item.reads:
@@ -252,7 +253,7 @@ def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Ma
             if more or buffers[number].size != buffers[own].size or (not cpu and _is_padded(operand)):
                 continue
             before = [place for place in readers[number] if place != makers[own]]
-            if all(place < makers[own] for place in before):
+            if not before or (not cpu and all(place < makers[own] for place in before)):
                 stands_in[own] = stands_in.get(number, number)
                 behind[makers[own]] = tuple(before)
                 break

@@ -34,7 +34,7 @@ class LossWatch:
             self._look(*self._watched.popleft())
 
     def _look(self, step: int, tape: Tape, index: int) -> None:
-        loss = tape.value(index).item()
+        loss = tape.number(index)
         said, self._lost = self._lost, not math.isfinite(loss)
         if not self._lost or (said and self.action == "warn"):
             return

@@ -669,3 +669,7 @@ class _Result:
 
     def is_ready(self) -> bool:
         return self.array.is_ready()
+
+    def number(self) -> float | None:
+        """A result of no dims; None where other processes hold a part of it."""
+        return float(np.asarray(self.array.addressable_data(0))) if self.array.is_fully_replicated and self.array.is_fully_addressable else None

@@ -782,6 +782,12 @@ class Tape:
             value = self._concrete[index] = self._shared.put(fake, lambda: fetch().to(fake.dtype), self._sharing(index))  # as it was promised: under precision="bf16" programs give another
         return value
 
+    def number(self, index: int) -> float:
+        """A value of no dims, which does not become the loop's tensor by that."""
+        read = getattr(self._concrete.get(index), "number", None)  # of what fetches it
+        found = None if read is None else read()
+        return self.value(index).item() if found is None else found
+
     def _sharing(self, index: int) -> "Iterator[tuple[Tensor, object]]":
         """The values that programs gave, or will give, and that share memory with one: each with its tensor, or what fetches it."""
         if self._members is None:
