@@ -223,9 +223,17 @@ class ByPyTorch:
         for handle in buffers:
             handle.refresh()
         before = {handle.name: handle.host_value().clone() for handle in buffers}
-        yield
-        for name, value in before.items():
-            self.engine.handles[name].overwrite(value)
+        own = {id(handle.tensor): handle for handle in buffers}
+        places = [(module._buffers, key, own[id(tensor)]) for module in self.engine.model.modules() for key, tensor in module._buffers.items() if id(tensor) in own]
+        try:
+            yield
+        finally:
+            held = {id(handle.tensor) for handle in buffers}
+            for table, key, handle in places:
+                if key in table and id(table[key]) not in held:  # assigned by the model's code, and nothing has followed it there
+                    table[key] = handle.tensor
+            for name, value in before.items():
+                self.engine.handles[name].overwrite(value)
 
     def check_parameters_unchanged(self, tape: Tape) -> None:
         """Before a recording's calls run again.

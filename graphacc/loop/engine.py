@@ -264,7 +264,8 @@ class Engine:
             self.settle_buffers()
             self._drain()
         elif self.programs.ahead is None and not self.programs.compiled:
-            self.programs.look_ahead((type(self.model).__qualname__, _forms(self.handles), _form(args, kwargs)))
+            given = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_nested]
+            self.programs.look_ahead((type(self.model).__qualname__, _forms(self.handles), _form((given,), {})))
         tape = self._recording() if trains and not as_region else self._new_tape()
         tape.takes_gradients = as_region
         lifted, given = self.given_numbers.lift(function.path, args, kwargs)

@@ -34,6 +34,9 @@ _OF_FORWARD = ("step", "grad", GRAD_TO_HOST, "forward")
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
 
+_ALIKE = "parameters with equal counts of steps"
+"""Aspect of a program that updates, see `Execution._alike`."""
+
 _GOLDEN = 0x9E3779B9
 """Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
 
@@ -150,11 +153,9 @@ class Execution:
         captured = functools.cache(lambda backend: self._captured_update(binding, code, alike))
         update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
         self._choose(tape, update)
-        compiled = self.program(
-            "step",
-            {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code, alike)},
-            lambda: build.step_graph(self.joint(tape), update()),
-        )
+        aspects = {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code, alike)}
+        compiled = self.program("step", aspects, lambda: build.step_graph(self.joint(tape), update()))
+        self._expect_apart(binding, names, aspects, compiled)
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
             self._fulfil(tape, self._run(compiled, tape, binding=binding), _joint_program(tape))
@@ -260,11 +261,9 @@ class Execution:
 
     def _run_update_program(self, tape: Tape, binding: Binding, code: build.GradientCode) -> None:
         alike = self._alike(binding, code.names)
-        compiled = self.program(
-            "update",
-            _update_aspects(binding, code, alike),
-            lambda: self._captured_update(binding, code, alike),
-        )
+        aspects = _update_aspects(binding, code, alike)
+        compiled = self.program("update", aspects, lambda: self._captured_update(binding, code, alike))
+        self._expect_apart(binding, code.names, aspects, compiled)
         self._upload_gradients(compiled, code)
         self._upload_optimizer_state(compiled, binding)
         with self.engine.verifier.watching(compiled, tape, binding=binding, code=code):
@@ -335,6 +334,9 @@ class Execution:
         first: dict[tuple, int] = {}
         places = []
         for place, name in enumerate(names):
+            if not self.engine.handles[name].form[0]:  # all of its state has no dims
+                places.append(place)
+                continue
             held = numbers.get(name) or [
                 (key, ("set", number_bits(torch.as_tensor(value))))
                 for key, value in dict.get(optimizer.state, self.engine.handles[name].tensor, {}).items()
@@ -344,6 +346,18 @@ class Execution:
         found = Identity(tuple(places))
         binding.alike = looked_at, found
         return found
+
+    def _expect_apart(self, binding: Binding, names: tuple[str, ...], aspects: dict[str, object], compiled: Compiled) -> None:
+        """Numbers that a program does not have in common, of parameters of several groups, are not known to be equal behind it: it is the program for that case, too."""
+        alike = aspects[_ALIKE]
+        if not isinstance(alike, Identity) or (id(compiled), alike) in binding.apart:
+            return
+        binding.apart.add((id(compiled), alike))
+        of = {target.rpartition("/")[0]: number for number, item in enumerate(compiled.state_inputs) if not item.shape for target in (item.target, *item.aliases)}
+        first: dict[tuple, int] = {}
+        places = tuple(first.setdefault((alike.value[place], of.get(name)), place) for place, name in enumerate(names))
+        if places != alike.value:
+            self.engine.programs.also(compiled.kind, aspects, {**aspects, _ALIKE: Identity(places)})
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -472,7 +486,7 @@ def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode, alike: Identity | None) -> dict[str, object]:
-    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form, "parameters with equal counts of steps": alike}
+    return {"optimizer settings": binding.key(), "gradient code": code.key(), "dtypes and shapes": code.tape.engine.form, _ALIKE: alike}
 
 
 def microbatch_seed(tape: Tape, microbatch: int) -> int:

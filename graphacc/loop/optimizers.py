@@ -61,6 +61,7 @@ class Binding:
     fetch: Callable[[], None] = lambda: None
     copies: dict[int, tuple[Tensor, Hashable]] = dataclasses.field(default_factory=dict)  # id -> fetched tensor, its `snapshot` then
     given_out: bool = False  # the loop may hold tensors of the state
+    apart: set[tuple[int, Identity]] = dataclasses.field(default_factory=set)  # programs that are known for what they leave behind, see `Execution._expect_apart`
     alike: tuple[tuple, Identity] | None = None  # which parameters have equal numbers in their state, and what was looked at
     guards: OptimizerGuards | None = None  # what the code of its step reads, where it is not torch's own
     _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them

@@ -308,8 +308,17 @@ class Programs:
             meet(self._agreements.pop(key))
         return self._by_key[key]
 
+    def also(self, kind: str, aspects: Mapping[str, Hashable], others: Mapping[str, Hashable]) -> None:
+        """The program for some aspects is that for others, too."""
+        key, other = (Identity((kind, tuple(each.items()))) for each in (aspects, others))
+        self._by_key.setdefault(other, self._by_key[key])
+        if key in self._labels:
+            self._labels.setdefault(other, self._labels[key])
+
     def _let_go(self, key: Identity) -> None:
         gone = {id(part) for part in self._by_key.pop(key).parts}
+        for other in [other for other, compiled in self._by_key.items() if not gone.isdisjoint(map(id, compiled.parts))]:
+            del self._by_key[other]
         self.compiled = [compiled for compiled in self.compiled if id(compiled) not in gone]
         self.num_let_go += 1
 

@@ -154,3 +154,43 @@ def test_accumulation_and_clipping():
                 optimizer.zero_grad()
     check(pairs)
     assert set(counts(pairs[1][0])) == {0, 1}
+
+
+def test_a_parameter_without_dims_has_its_own():
+    """All of its state has no dims, and changes with its gradient."""
+    torch.manual_seed(0)
+
+    class Scaled(Branches):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x, which):
+            return super().forward(x * self.scale, which)
+
+    plain = Scaled()
+    pairs = [(model, OPTIMIZERS["AdamW"](model.parameters())) for model in (plain, compiled(copy.deepcopy(plain), None))]
+    for _ in range(3):
+        step(pairs, ALL)
+    check(pairs)
+    assert counts(pairs[1][0]) == [4], "the scale's three, and one"
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.NAdam, optim.Adafactor])
+def test_parameter_groups_have_one_program(optimizer, strategy):
+    """A number for each group (with Adafactor for each shape), which are equal at first and not known to be so later."""
+    torch.manual_seed(0)
+    plain = Branches()
+    pairs = []
+    for model in (plain, compiled(copy.deepcopy(plain), strategy)):
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        pairs.append((model, optimizer([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2)))
+    for _ in range(3):
+        step(pairs, ALL)
+    check(pairs)
+    step(pairs, ALL)
+    programs = pairs[1][0]._graphacc_engine.programs
+    assert len(programs.compiled) == 1, pairs[1][0].explain()
+    assert len(set(programs.state.numbers().values())) == (2 if optimizer is not optim.NAdam else 4)

@@ -174,3 +174,40 @@ def test_a_buffer_that_the_forward_exchanges_while_a_call_waits():
 
     reference = Counts()
     check_both(reference, compiled(copy.deepcopy(reference), None), loss_of, STEPS, lr=0.1, by_pytorch=True)
+
+
+class Counting(nn.Module):
+    """Gives itself a new buffer in every call, and keeps a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls * 0.5 + x.detach().mean()
+        hidden = self.first(x).tanh()
+        self.kept = hidden.pow(2).mean()
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_what_a_recording_did_to_buffers_is_not_done_again(looks):
+    """PyTorch runs the first step's calls again at the second's step(), as the model keeps a result, amid an exchanged parameter that nothing has followed yet."""
+    torch.manual_seed(0)
+    plain, found = Counting(), []
+    for model in (plain, compiled(copy.deepcopy(plain), None)):
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            seen.append(model(torch.full((6, 4), 10.0**step)).sum().item())
+            loss = model(torch.full((6, 4), 2.0**step)).square().mean()
+            model.second.bias = nn.Parameter(torch.full((4,), 0.1 * step))
+            loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.item())
+            if looks:
+                seen.append(model.calls.item())
+        found.append([*seen, model.calls.item()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
