@@ -313,8 +313,9 @@ class Execution:
             return build_graph(self.engine.fallback.backend, self.engine.model, *args)
 
     def _captured_update(self, binding: Binding, code: build.GradientCode, alike: Identity | None) -> build.Step:
+        equal = None if alike is None else dict(zip(code.names, _places(alike), strict=True))
         with binding.noting():
-            return self.capture(build.update_graph, binding.optimizer, code, binding.dynamic, None if alike is None else dict(zip(code.names, alike.value)))
+            return self.capture(build.update_graph, binding.optimizer, code, binding.dynamic, equal)
 
     def _alike(self, binding: Binding, names: tuple[str, ...]) -> Identity | None:
         """For each parameter, the place of the first one whose state has equal numbers, such as counts of steps; None where a program cannot have them in common.
@@ -353,9 +354,12 @@ class Execution:
         if not isinstance(alike, Identity) or (id(compiled), alike) in binding.apart:
             return
         binding.apart.add((id(compiled), alike))
-        of = {target.rpartition("/")[0]: number for number, item in enumerate(compiled.state_inputs) if not item.shape for target in (item.target, *item.aliases)}
+        numbers: dict[str, list[int]] = collections.defaultdict(list)
+        for number, item in enumerate(compiled.state_inputs):
+            for target in () if item.shape else (item.target, *item.aliases):
+                numbers[target.rpartition("/")[0]].append(number)
         first: dict[tuple, int] = {}
-        places = tuple(first.setdefault((alike.value[place], of.get(name)), place) for place, name in enumerate(names))
+        places = tuple(first.setdefault((known, *numbers[name]), place) for place, (known, name) in enumerate(zip(_places(alike), names, strict=True)))
         if places != alike.value:
             self.engine.programs.also(compiled.kind, aspects, {**aspects, _ALIKE: Identity(places)})
 
@@ -483,6 +487,10 @@ def _cut(tape: Tape, program: tuple | None, index: int | None, fetch: Callable[[
         return fetch
     layout = tape.bucket.results[program].get(str(index), ())
     return Cut(fetch, layout, tape.bucket.lengths_of(tape)) if any(layout) else fetch
+
+
+def _places(alike: Identity) -> tuple[int, ...]:
+    return typing.cast("tuple[int, ...]", alike.value)
 
 
 def _update_aspects(binding: Binding, code: build.GradientCode, alike: Identity | None) -> dict[str, object]:
