@@ -187,7 +187,7 @@ def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
             places[node] = frozenset({made[base][node.args[1]]})
         elif base is not None and again is None:
             places[node] = places[base]
-        elif base is None and computed_on_the_fly(node):
+        elif base is None and computed_on_the_fly(node, reshapes_fuse=not cpu):
             places[node] = reads
         else:
             made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
@@ -291,11 +291,15 @@ def loop_bytes(node: torch.fx.Node) -> int:
     return inside + sum(map(_size_bytes, body.values)) + wider
 
 
-def computed_on_the_fly(node: torch.fx.Node) -> bool:
-    """Whether a call's result is never stored, since all its users can compute it for themselves."""
+def computed_on_the_fly(node: torch.fx.Node, *, reshapes_fuse: bool = False) -> bool:
+    """Whether a call's result is never stored, since all its users can compute it for themselves.
+
+    Args:
+        reshapes_fuse: users are also those of another shape of it, as in programs for GPUs.
+    """
     if node.op != "call_function" or not _is_fusible(node) or not node.users:
         return False
-    users = list(_users(node))
+    users = list(_users(node) if reshapes_fuse else node.users)
     if len(users) > 1 and not _may_be_repeated(node):
         return False
     return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in users)

@@ -18,7 +18,7 @@ from graphacc.errors import LoopError
 from graphacc.graph import Kind
 from graphacc.loop import regions
 from graphacc.loop.fallback import NOT_COMPILED, explanation
-from graphacc.loop.managed import Handle
+from graphacc.loop.managed import Handle, handle_of
 from graphacc.loop.model_call import ModelCall
 from graphacc.loop.promise import Promise, to_values, without_way_back, written_too_early
 from graphacc.loop.tape import Tape
@@ -228,9 +228,8 @@ class ByPyTorch:
         try:
             yield
         finally:
-            held = {id(handle.tensor) for handle in buffers}
             for table, key, handle in places:
-                if key in table and id(table[key]) not in held:  # assigned by the model's code, and nothing has followed it there
+                if key in table and handle_of(table[key]) is None:  # assigned by the model's code, and nothing has followed it there
                     table[key] = handle.tensor
             for name, value in before.items():
                 self.engine.handles[name].overwrite(value)
