@@ -145,14 +145,16 @@ class Ahead:
             looks: what is known of a run before its capture, such as forms of parameters and batch; told apart by its `repr`.
         """
         self._cache = cache
+        devices = {device.id: device for device in mesh.devices.flat}
         self._key = f"ahead {FORMAT} {hashlib.sha256(repr((_surroundings(), _devices(mesh), looks)).encode()).hexdigest()}"
-        self._known = _keys_in(cache.get(self._key))
-        self._used: list[str] = []
+        self._known = [(key, ids) for key, ids in _uses_in(cache.get(self._key)) if devices.keys() >= set(ids)]
+        self._used: list[tuple[str, list[int]]] = []
         self._loads: dict[str, concurrent.futures.Future[_Loaded | None]] = {}
         if self._known:
             thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="graphacc-ahead")
-            for key in self._known:
-                self._loads[key] = thread.submit(_load, cache, key, lambda serialized: compat.load_executable_on(serialized, mesh))
+            for key, ids in self._known:
+                load = functools.partial(compat.load_executable_on, devices=[devices[each] for each in ids])
+                self._loads[key] = thread.submit(_load, cache, key, load)
             thread.shutdown(wait=False)
 
     def take(self, key: str) -> _Loaded | None:
@@ -164,9 +166,9 @@ class Ahead:
             log.info("graphacc: a program is not loaded ahead: %s: %s", type(error).__name__, str(error).partition("\n")[0])
             return None
 
-    def note(self, key: str) -> None:
-        """This run uses the program of a shortcut's key."""
-        self._used = [*self._used, key][:MAX_AHEAD]
+    def note(self, key: str, mesh: Mesh) -> None:
+        """This run uses the program of a shortcut's key, on all or some of its devices (those of a pipeline's stage)."""
+        self._used = [*self._used, (key, [device.id for device in mesh.devices.flat])][:MAX_AHEAD]
         if self._known[: len(self._used)] != self._used:
             self._known = list(self._used)
             self._cache.put(self._key, json.dumps(self._known).encode())
@@ -175,13 +177,20 @@ class Ahead:
             self._loads.clear()
 
 
-def _keys_in(content: bytes | None) -> list[str]:
-    """The keys that an entry of `Ahead` holds; none where it is damaged."""
+def _uses_in(content: bytes | None) -> list[tuple[str, list[int]]]:
+    """What an entry of `Ahead` holds: shortcuts' keys, each with the ids of the devices of its program; nothing where it is damaged."""
     try:
         found = [] if content is None else json.loads(content)
     except ValueError:
         return []
-    return found if isinstance(found, list) and all(isinstance(key, str) for key in found) else []
+    return [(key, ids) for key, ids in found] if isinstance(found, list) and all(map(_is_use, found)) else []
+
+
+def _is_use(value: object) -> bool:
+    match value:
+        case [str(), [_, *_] as ids]:
+            return all(isinstance(each, int) for each in ids)
+    return False
 
 
 class _Asked(BaseException):

@@ -180,7 +180,7 @@ class Program:
                 if shortcut is not None and entry is not None:
                     shortcut.keep(entry, lowered)
             if ahead is not None and shortcut is not None and shortcut.key is not None:
-                ahead.note(shortcut.key)
+                ahead.note(shortcut.key, mesh)
             if plan is not None:
                 log.info("graphacc: %s: %s", name, plan.summary())
         return cls(

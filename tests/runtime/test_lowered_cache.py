@@ -206,7 +206,7 @@ def loads(monkeypatch):
     found: list[str] = []
     for name in ("load_executable", "load_executable_on"):
         load = getattr(compat, name)
-        monkeypatch.setattr(compat, name, lambda *given, load=load: found.append(threading.current_thread().name) or load(*given))
+        monkeypatch.setattr(compat, name, lambda *given, load=load, **more: found.append(threading.current_thread().name) or load(*given, **more))
     return found
 
 
@@ -247,7 +247,7 @@ def test_damage_is_noticed_ahead(name, tmp_path, lowerings):
     ahead, note = sorted(notes[:2], key=lambda path: b"calls" in path.read_bytes())
     which, damage = DAMAGES[name]
     damage(note if which == 0 else notes[2])
-    for damaged in (b"{}", b"[1]", b"no list"):
+    for damaged in (b"{}", b"[1]", b"no list", b"[[\"key\", []]]", b"[[\"key\", [7]]]"):
         found = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
         assert len(lowerings) == 2 and all(map(torch.equal, found, expected))
         break_content(ahead, lambda content, damaged=damaged: damaged)
