@@ -216,7 +216,7 @@ class Assigner:
             self.value(node, self.pins[node.name])
             self.home[node] = self.pins[node.name]
         kept = _CASTS if self.model is None else _CASTS | _MOVES
-        if node.target in kept and node.args[0] in self.weights:
+        if node.target in kept and node.args[0] in self.weights and not (self.model is None and self.home[node] == REPLICATE):
             self.weights.add(node)
 
     def _resolve_operands(self, node: torch.fx.Node) -> None:
@@ -275,8 +275,7 @@ class Assigner:
     def _settle_before_user(self, node: torch.fx.Node, gradient: torch.fx.Node) -> None:
         """Sum up a gradient in front of its accumulation, and of a cast if that rounds the sum, or where messages of its dtype are asked for."""
         (user,) = node.users
-        widens = user.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
-        if widens and not self.reduce_narrow:
+        if _widens(node, user) and not self.reduce_narrow:
             return
         placement = self.grads.get(gradient) or self.layout(tuple(gradient.meta["val"].shape)) or REPLICATE
         self.value(node, placement)
@@ -306,7 +305,7 @@ class Assigner:
             return self._in_update(operand, home)
         if self.model is not None:
             return home
-        if operand in self.weights and user.target not in _CASTS:
+        if operand in self.weights and (user.target not in _CASTS or _widens(operand, user)):
             return REPLICATE
         return REPLICATE if isinstance(home, Partial) and (operand, REPLICATE) in self.copies else home
 
@@ -621,6 +620,11 @@ class Assigner:
 def enters_update(node: torch.fx.Node) -> bool:
     """Whether the optimizer reads a value."""
     return any(user.meta.get("phase") is Phase.UPDATE for user in node.users)
+
+
+def _widens(node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    """Whether a cast makes elements of a value larger; what moves, moves before that."""
+    return user.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize
 
 
 def _padded_bytes(node: torch.fx.Node, placement: Placement) -> int:

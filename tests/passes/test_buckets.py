@@ -76,9 +76,9 @@ def test_what_is_read_before_the_bucket_stays_where_it_is():
 
     def step(x, w, v):
         half = w.bfloat16()
-        return ((x.bfloat16() @ half).float() + x @ v + x @ half.float()).sum()
+        return ((x.bfloat16() @ half).float() + (x.half() @ v).float() + (x.half() @ half.half()).float()).sum()
 
-    tensors = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8)]
+    tensors = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8).half()]
     kinds = [(Kind.BATCH, "x"), (Kind.PARAM, "w"), (Kind.PARAM, "v")]
     captured = trace(step, [(kind, name, x) for (kind, name), x in zip(kinds, tensors)], [(Kind.LOSS, "loss")])
     alone, _ = partitioned(captured.copy(), "fsdp=2,bucket_mb=0")

@@ -55,6 +55,7 @@ def test_three_times_the_model_travels(bucket):
     assert narrow["reduce_scatter", Role.GRADIENT, torch.bfloat16] == model_bytes - norms // 2
     assert 2.9 * model_bytes < sum(narrow.values()) <= 3 * model_bytes + norms
     assert wide["reduce_scatter", Role.GRADIENT, torch.float32] == 2 * model_bytes
+    assert not any(kind == "all_gather" and dtype == torch.float32 for kind, _, dtype in narrow), "the backward of norms widens their weights behind the gather"
     assert not any(kind == "all_reduce" and role is Role.GRADIENT for kind, role, _ in (*narrow, *wide))
 
 
