@@ -51,7 +51,8 @@ def main() -> None:
 def run(name: str, caches: str) -> dict:
     """Train in a process of its own, with its caches in a folder."""
     command = [sys.executable, __file__, *sys.argv[1:], "--train", name]
-    environment = {**os.environ, "XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "inductor"), "JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # what pip installs has byte code, too
+    environment |= {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "inductor"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")

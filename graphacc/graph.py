@@ -194,7 +194,7 @@ class StepGraph:
         Raises:
             GraphError: names the node or the signature entry, the values and the rule that it breaks.
         """
-        self.graph.lint()
+        _verify_order(self.graph)
         _verify_inputs(self)
         _verify_outputs(self)
         for node in self.graph.nodes:
@@ -215,6 +215,20 @@ def copy_node(graph: torch.fx.Graph, node: torch.fx.Node, operand: Callable[[tor
     copy = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     copy.meta.update(node.meta)  # `node_copy` assigns it, and fx then looks the node up again
     return copy
+
+
+def _verify_order(graph: torch.fx.Graph) -> None:
+    """Names are unique, and every operand is a node of the graph in front of its reader; `Graph.lint` takes three times as long."""
+    seen, names = set(), set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            operand = next(operand for operand in node.all_input_nodes if operand not in seen)
+            where = "stands behind it" if operand.graph is graph and operand in set(graph.nodes) else "is no node of this graph"
+            raise GraphError(f"node {node.name!r} reads {operand.name!r}, which {where}: operands come before what reads them")
+        if node.name in names:
+            raise GraphError(f"two nodes are named {node.name!r}")
+        seen.add(node)
+        names.add(node.name)
 
 
 def _verify_inputs(step: StepGraph) -> None:

@@ -34,7 +34,8 @@ def join_products(step: StepGraph, log: Log) -> StepGraph:
         last.replace_all_uses_with(total)
         step.graph.erase_node(last)
         log.rewrote()
-    step.graph.eliminate_dead_code()
+    if log.rewrites:
+        step.graph.eliminate_dead_code()
     return step
 
 

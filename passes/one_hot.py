@@ -40,7 +40,8 @@ def sum_one_hots(step: StepGraph, log: Log) -> StepGraph:
         node.replace_all_uses_with(result if shape == kept else edit(aten.squeeze.dims, result, [len(kept) - 1]))
         step.graph.erase_node(node)
         log.rewrote()
-    step.graph.eliminate_dead_code()
+    if log.rewrites:
+        step.graph.eliminate_dead_code()
     return step
 
 

@@ -106,7 +106,7 @@ def _check(step: StepGraph, item: Pass) -> None:
         step.verify()
         if item.verify is not None:
             item.verify(step)
-    except (GraphError, RuntimeError) as error:  # Graph.lint raises RuntimeError
+    except GraphError as error:
         raise GraphError(f"pass {item.name!r} broke the graph: {error}") from error
 
 

@@ -361,6 +361,23 @@ def load_executable_on(serialized: bytes, devices: Sequence[jax.Device]):
     return devices[0].client.deserialize_executable(serialized, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())._internal_device_list)
 
 
+def compiled_as(lowered: jax.stages.Lowered, executable) -> jax.stages.Compiled:
+    """What `lowered` is compiled to, if that is `executable`, a `LoadedExecutable` with its inputs, outputs and devices: XLA is not called."""
+    from jax._src import compiler
+
+    thread, original = threading.get_ident(), compiler.compile_or_get_cached
+
+    def given(*args, **kwargs):
+        return executable if threading.get_ident() == thread else original(*args, **kwargs)
+
+    with _cache_lock:
+        compiler.compile_or_get_cached = given
+        try:
+            return lowered.compile()
+        finally:
+            compiler.compile_or_get_cached = original
+
+
 def with_executable(compiled: jax.stages.Compiled, executable) -> jax.stages.Compiled:
     """A copy of `compiled` (its trees, shardings, donation) that runs `executable`, a `LoadedExecutable`."""
     unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=executable)

@@ -270,7 +270,7 @@ QUICK_LOADING = Feature(
 PROGRAMS_BY_GRAPH = Feature(
     title="finding kept programs without lowering",
     without="every run lowers its graphs again, to find their programs in the cache",
-    apis=("jax._src.config:trace_context", "jax:config.values", "jax.stages:Lowered.compiler_ir", "jaxlib.mlir.ir:WalkResult"),
+    apis=("jax._src.config:trace_context", "jax._src.compiler:compile_or_get_cached", "jax:config.values", "jax.stages:Lowered.compiler_ir", "jaxlib.mlir.ir:WalkResult"),
 )
 SEVERAL_PROCESSES = Feature(
     title="runs of several processes",

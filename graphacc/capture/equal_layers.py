@@ -397,6 +397,8 @@ class _Operators(TorchDispatchMode):
         self._log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # PyTorch asks twice for each operator
         kwargs = kwargs or {}
         self._log.note_operator(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -191,6 +191,8 @@ class _Constants(TorchDispatchMode):
             raise _written_into(written[0], "through a view or its .data")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # PyTorch asks twice for each operator, and the modes below would all be called
         kwargs = kwargs or {}
         real = () if func in _LIFTS else [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _is_real(leaf)]
         if real and self._knows is None:

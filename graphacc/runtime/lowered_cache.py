@@ -9,7 +9,7 @@ also noted under a digest of all that lowering reads (`digest_of`):
 - torch's precision of products, JAX's settings, APIs that are off (`_compat.probes`), and environment variables of JAX, XLA and our own
 
 and under the key that JAX makes for a *stub*, a program with the same inputs, outputs and donations that computes nothing: version and flags of XLA, compile
-options, devices. The executable is loaded into the compiled stub, which knows trees and shardings. Values are no part of a program: constants of a trace are inputs.
+options, devices. The executable is what JAX is given where it compiles the stub, which has the program's trees and shardings. Values are no part of a program: constants of a trace are inputs.
 
 Not found this way are graphs with a rule of the user's own (`graphacc.lowering.register`) or with arguments that are no plain values, and programs with custom calls
 to other libraries than ours, which JAX sets up while it lowers (LAPACK).
@@ -27,7 +27,7 @@ import os
 import pathlib
 import platform
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import torch
@@ -62,21 +62,22 @@ class Found:
 
     compiled: jax.stages.Compiled
     note: str  # the line that is kept with it
+    temp_bytes: int  # as XLA counts them
     module: bytes | None  # see `whole_module`
 
 
 class Shortcut:
     """Where the executable of one graph is noted."""
 
-    def __init__(self, cache: CompileCache, digest: str, stub: jax.stages.Lowered, options: Mapping[str, typing.Any], variant: str):
+    def __init__(self, cache: CompileCache, digest: str, stub: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, typing.Any], variant: str):
         """
         Args:
             digest: of the graph, see `digest_of`.
-            stub: a program with the graph's inputs, outputs and donations.
+            stub: a program with the graph's inputs, outputs and donations, for the mesh.
             options: of the compilation.
             variant: everything else that the executable depends on.
         """
-        self._cache, self._stub = cache, stub
+        self._cache, self._stub, self._devices = cache, stub, list(mesh.devices.flat)
         found = _key_of(stub, options)
         self.key = None if found is None else f"lowered {FORMAT} {digest} {found} {variant}"
 
@@ -89,13 +90,11 @@ class Shortcut:
         if self.key is None:
             return None
         try:
-            stub = self._stub.compile()
             loaded = None if ahead is None else ahead.take(self.key)
-            loaded = loaded or _load(self._cache, self.key, lambda serialized: compat.load_executable(serialized, stub))
+            loaded = loaded or _load(self._cache, self.key, self._devices)
             if loaded is None:
                 return None
-            compiled = compat.with_executable(stub, loaded.executable)
-            return Found(compiled=compiled, note=loaded.note, module=whole_module(loaded.serialized))
+            return Found(compiled=compat.compiled_as(self._stub, loaded.executable), note=loaded.note, temp_bytes=loaded.temp_bytes, module=whole_module(loaded.serialized))
         except Exception as error:  # the graph is lowered, and its program compiled if need be
             log.info("graphacc: a program is not loaded by its graph: %s: %s", type(error).__name__, str(error).partition("\n")[0])
             return None
@@ -117,10 +116,11 @@ class _Loaded:
     executable: typing.Any  # a LoadedExecutable
     serialized: bytes
     note: str
+    temp_bytes: int
 
 
-def _load(cache: CompileCache, key: str, load: Callable[[bytes], typing.Any]) -> _Loaded | None:
-    """The executable that a shortcut's key leads to; None: it is not there."""
+def _load(cache: CompileCache, key: str, devices: Sequence[jax.Device]) -> _Loaded | None:
+    """The executable that a shortcut's key leads to, on its devices; None: it is not there."""
     content = cache.get(key)
     known = {} if content is None else json.loads(content)
     entry = cache.get(known["entry"]) if known else None
@@ -130,7 +130,9 @@ def _load(cache: CompileCache, key: str, load: Callable[[bytes], typing.Any]) ->
     for name in known["calls"]:
         library.register_xla_target(name)
     serialized = compat.cached_executable(packed)
-    return _Loaded(executable=load(serialized), serialized=serialized, note=note.decode())
+    executable = compat.load_executable_on(serialized, devices)
+    temp_bytes = executable.get_compiled_memory_stats().temp_size_in_bytes  # XLA goes through the whole program: not in the thread of a capture
+    return _Loaded(executable=executable, serialized=serialized, note=note.decode(), temp_bytes=temp_bytes)
 
 
 class Ahead:
@@ -153,8 +155,7 @@ class Ahead:
         if self._known:
             thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="graphacc-ahead")
             for key, ids in self._known:
-                load = functools.partial(compat.load_executable_on, devices=[devices[each] for each in ids])
-                self._loads[key] = thread.submit(_load, cache, key, load)
+                self._loads[key] = thread.submit(_load, cache, key, [devices[each] for each in ids])
             thread.shutdown(wait=False)
 
     def take(self, key: str) -> _Loaded | None:

@@ -159,7 +159,7 @@ class Program:
         with x64():
             shortcut = _shortcut(step, mesh, name, options, cache, f"{plan_seconds} {' '.join(schedules)}" if planned else "")
             known = None if shortcut is None else shortcut.load(ahead)
-            plan = plan_of(known.compiled, known.note) if known is not None and planned else None
+            plan = plan_of(known.temp_bytes, known.note) if known is not None and planned else None
             if known is not None and (plan is not None or not planned):
                 middle, compiled, from_cache, module = start, known.compiled, True, known.module
             else:
@@ -400,7 +400,7 @@ def _shortcut(step: StepGraph | HloStep, mesh: Mesh, name: str, options: Compile
         return [arrays[donated[i]] if i in donated else jnp.zeros(stored_shape(item), dtype_of(item)) for i, item in enumerate(step.outputs)]
 
     lowered = _jitted(stub, step, mesh, name).lower(*(_abstract(item, mesh) for item in step.inputs))
-    return Shortcut(cache, digest, lowered, options, variant)
+    return Shortcut(cache, digest, lowered, mesh, options, variant)
 
 
 def look_ahead(cache_dir: str | os.PathLike | None, looks: object, mesh: Mesh) -> Ahead | None:

@@ -46,7 +46,7 @@ def _own_rule(step):
         (Pass(name="drop-phase", exact=True, run=_drop_phase), "pass 'drop-phase' broke the graph: node 'add' .* has no phase"),
         (
             Pass(name="reorder", exact=True, run=_use_before_definition),
-            "pass 'reorder' broke the graph: .*before it has been defined",
+            "pass 'reorder' broke the graph: node '.*' reads '.*', which stands behind it",
         ),
         (
             Pass(name="rule", exact=True, run=lambda step, log: step, verify=_own_rule),

@@ -204,9 +204,8 @@ def test_damage_is_noticed(name, tmp_path, lowerings):
 def loads(monkeypatch):
     """The threads in which executables are loaded."""
     found: list[str] = []
-    for name in ("load_executable", "load_executable_on"):
-        load = getattr(compat, name)
-        monkeypatch.setattr(compat, name, lambda *given, load=load, **more: found.append(threading.current_thread().name) or load(*given, **more))
+    load = compat.load_executable_on
+    monkeypatch.setattr(compat, "load_executable_on", lambda *given: found.append(threading.current_thread().name) or load(*given))
     return found
 
 

@@ -77,7 +77,7 @@ def compile_and_replan(
     store = PlannedStore(cache, f"planned {FORMAT} {seconds} {' '.join(schedules)}{' shared' * shared}")
     compile = functools.partial(_compile, lowered, compiler_options or {})
     first = compile(schedules[0], store)
-    found = None if store.note is None else plan_of(first.compiled, store.note)
+    found = None if store.note is None else plan_of(first.compiled.memory_analysis().temp_size_in_bytes, store.note)
     module = None if store.entry is None else whole_module(compat.cached_executable(store.entry))
     if found is not None:
         return ReplanResult(compiled=first.compiled, serialized=None, plan=found, entry=store.key, module=module)
@@ -157,10 +157,10 @@ def _as_compiled(candidate: Candidate, reason: str) -> ReplanResult:
     return ReplanResult(compiled=candidate.compiled, serialized=None, plan=MemoryPlan(changed=False, reason=reason, **figures))
 
 
-def plan_of(compiled: jax.stages.Compiled, note: str) -> MemoryPlan | None:
-    """The plan that came from the cache; None where it is not that of the program that JAX loaded, or compiled after all."""
+def plan_of(temp_bytes: int, note: str) -> MemoryPlan | None:
+    """The plan that came from the cache; None where it is not that of the program that JAX loaded, or compiled after all, which has so many bytes of temporaries."""
     try:
         plan = MemoryPlan.from_json(note)
     except (ValueError, KeyError, TypeError):
         return None
-    return plan if compiled.memory_analysis().temp_size_in_bytes == plan.temporary_after else None
+    return plan if temp_bytes == plan.temporary_after else None
