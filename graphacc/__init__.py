@@ -77,9 +77,10 @@ def __getattr__(name: str):
     if name not in _PUBLIC and name not in _MODULES:
         raise AttributeError(f"module 'graphacc' has no attribute {name!r}")
     from graphacc._compat.random_state import kept_random_state
+    from graphacc.collector import paused
 
     try:
-        with kept_random_state():
+        with kept_random_state(), paused():  # a third of the seconds that importing takes beside torch and transformers
             module = _importlib.import_module(_PUBLIC.get(name, f"graphacc.{name}"))
     except ImportError as error:
         from graphacc._compat.probes import why_not_at_all
