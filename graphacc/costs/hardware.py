@@ -158,6 +158,11 @@ class Hardware:
         return math.prod(level.size for level in self.levels)
 
     @property
+    def num_hosts(self) -> int:
+        """Units of the innermost level (hosts; slices of TPUs), each of which is joined to the others by a network."""
+        return math.prod(level.size for level in self.levels[1:])
+
+    @property
     def usable_bytes(self) -> int:
         """Of one device's memory."""
         return self.chip.memory_bytes - self.reserve_bytes

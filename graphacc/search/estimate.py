@@ -12,6 +12,7 @@ hardware runs them at the same time; sums and exchanges of tp, cp and ep are wai
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from graphacc.costs.hardware import Hardware
@@ -25,6 +26,10 @@ from graphacc.strategy.spec import Strategy
 
 SLOWED = 1.05
 """How much longer computation takes beside collectives (Galvatron measures 1.1 to 1.3 on PCIe; NVLink's copies take few multiprocessors)."""
+
+WAITING = 0.005
+"""Share of a step by which each doubling of the hosts makes it longer, as all wait for the slowest. `benchmarks/published.py` has 15 series of equal work per chip on 1 to 256
+hosts; without this, published seconds grow faster than predicted ones in 12 of them, by 0.6 % for each doubling in the median."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +46,12 @@ class Estimate:
     temporary_bytes: int
     order_bytes: int = 0  # more temporaries, if the compiler keeps the order of collectives
     bubble_seconds: float = 0.0  # in which the dearest stage of a pipeline has nothing to do
+    waiting_seconds: float = 0.0  # for the slowest host
     host_bytes: int = 0  # exact parameters and the optimizer's state that the device's host has for it (`Strategy.offload`)
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.update_seconds + self.bubble_seconds + sum(self.exposed_seconds.values())
+        return self.compute_seconds + self.update_seconds + self.bubble_seconds + self.waiting_seconds + sum(self.exposed_seconds.values())
 
     @property
     def bytes_per_device(self) -> int:
@@ -53,8 +59,12 @@ class Estimate:
 
     def parts(self) -> dict[str, float]:
         """What the seconds are spent on."""
-        bubble = {"bubble": self.bubble_seconds} if self.bubble_seconds else {}
-        return {"compute": self.compute_seconds, "update": self.update_seconds, **bubble, **{f"{axis} communication": s for axis, s in self.exposed_seconds.items()}}
+        idle = {name: seconds for name, seconds in {"bubble": self.bubble_seconds, "slowest host": self.waiting_seconds}.items() if seconds}
+        return {"compute": self.compute_seconds, "update": self.update_seconds, **idle, **{f"{axis} communication": s for axis, s in self.exposed_seconds.items()}}
+
+    def on(self, hardware: Hardware) -> "Estimate":
+        """With what hosts wait for each other."""
+        return dataclasses.replace(self, waiting_seconds=WAITING * math.log2(hardware.num_hosts) * self.seconds) if hardware.num_hosts > 1 else self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +128,7 @@ class Profile:
             sums_once: gradients are summed over the ranks after the last microbatch, as Megatron-LM does; our programs do it after each.
         """
         found = self.composed(strategy, hardware)
-        return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches))
+        return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
     def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
         """With what `dp`, `fsdp` and `zero` add."""
@@ -168,7 +178,7 @@ class Profile:
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
     """The estimate of a whole program of one device, with the bytes that it keeps by part."""
     found = Composed(seconds=cost.seconds, moved=cost.moved, update_seconds=update_seconds, sizes=sizes)
-    return estimated(found, timed(cost.seconds, cost.moved, strategy, hardware, count=strategy.microbatches))
+    return estimated(found, timed(cost.seconds, cost.moved, strategy, hardware, count=strategy.microbatches)).on(hardware)
 
 
 def estimated(found: Composed, time: Timed) -> Estimate:

@@ -346,7 +346,7 @@ def estimate_of(chunks: Sequence[ChunkCost], strategy: Strategy, hardware: Hardw
         other_bytes=sum(chunk.other_bytes + chunk.gradient_bytes for chunk in stages[fullest]),
         temporary_bytes=temporary[fullest],
         host_bytes=max(sum(chunk.host_bytes for chunk in stage) for stage in stages),
-    )
+    ).on(hardware)
 
 
 def _sums(rows) -> dict[str, float]:

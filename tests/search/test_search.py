@@ -17,6 +17,7 @@ from graphacc.costs.hardware import Hardware
 from graphacc.costs.work import kernels
 from graphacc.errors import StrategyError
 from graphacc.search import Plan, Request, Search
+from graphacc.search.estimate import WAITING
 from graphacc.search.space import REMATS, Refusals, candidates
 from graphacc.strategy import Strategy
 
@@ -366,3 +367,18 @@ def test_a_gpu_hides_communication():
     slow = dataclasses.replace(gpus.hardware, levels=(dataclasses.replace(gpus.hardware.levels[0], bandwidth=1e6),))
     exposed = Search(case.joint, case.update, slow).estimate(Strategy(fsdp=8))
     assert exposed.exposed_seconds["fsdp"] > 100 * hidden.exposed_seconds.get("fsdp", 0.0) and exposed.hidden_seconds <= exposed.compute_seconds
+
+
+def test_hosts_wait_for_the_slowest():
+    """Every doubling of the hosts adds a share of the step, to plain programs and to pipelines; one host, and virtual devices, wait for nobody."""
+    case, _, _ = shared_case("gpt2")
+    parts = {}
+    for hardware in ("8xH100", "4x8xH100", "cpu:8"):
+        found = Search(case.joint, case.update, Hardware.parse(hardware), microbatches=4)
+        for strategy in (f"dp={found.hardware.num_devices},microbatches=4", f"dp={found.hardware.num_devices // 2},pp=2,microbatches=4"):
+            estimate = found.plan_of(Strategy.parse(strategy)).estimate
+            rest = estimate.seconds - estimate.waiting_seconds
+            assert estimate.waiting_seconds == pytest.approx(WAITING * math.log2(found.hardware.num_hosts) * rest)
+            assert sum(estimate.parts().values()) == pytest.approx(estimate.seconds)
+            parts[hardware] = estimate.parts()
+    assert ["slowest host" in found for found in parts.values()] == [False, True, False]
