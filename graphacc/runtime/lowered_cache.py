@@ -62,7 +62,7 @@ class Found:
 
     compiled: jax.stages.Compiled
     note: str  # the line that is kept with it
-    temp_bytes: int  # as XLA counts them
+    temp_bytes: int  # as XLA counts them; 0 without a note
     module: bytes | None  # see `whole_module`
 
 
@@ -131,7 +131,7 @@ def _load(cache: CompileCache, key: str, devices: Sequence[jax.Device]) -> _Load
         library.register_xla_target(name)
     serialized = compat.cached_executable(packed)
     executable = compat.load_executable_on(serialized, devices)
-    temp_bytes = executable.get_compiled_memory_stats().temp_size_in_bytes  # XLA goes through the whole program: not in the thread of a capture
+    temp_bytes = executable.get_compiled_memory_stats().temp_size_in_bytes if note else 0  # XLA goes through the whole program: not in the thread of a capture
     return _Loaded(executable=executable, serialized=serialized, note=note.decode(), temp_bytes=temp_bytes)
 
 

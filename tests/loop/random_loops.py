@@ -3,6 +3,7 @@
     python tests/loop/random_loops.py COUNT FIRST_SEED [STRATEGY]
 
 runs many, on one device where there is no strategy and on eight under "auto", and prints those that differ, or raise what plain PyTorch does not raise and is no GraphAccError; it fails if there is one.
+Every fifth runs twice more with a cache of programs, the second time with what the first one left there.
 """
 
 import copy
@@ -11,6 +12,7 @@ import math
 import pickle
 import random
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 
@@ -626,7 +628,7 @@ def build(seed: int) -> tuple[nn.Module, nn.Module]:
     return Block(choose.random() < 0.3, choose.random() < 0.3), nn.Sequential(nn.Linear(WIDTH, CLASSES))
 
 
-def compare(seed: int, strategy: str | None = None) -> str:
+def compare(seed: int, strategy: str | None = None, cache_dir: str | None = None) -> str:
     """Run the loop of a seed both ways.
 
     Returns:
@@ -642,7 +644,7 @@ def compare(seed: int, strategy: str | None = None) -> str:
         except (RuntimeError, AttributeError, pickle.PicklingError):
             return "invalid"
         ours = [
-            graphacc.compile(m, strategy=strategy or graphacc.Strategy(), fast_compile=True, memory_plan="xla", cache_dir=None, **devices) for m in copies
+            graphacc.compile(m, strategy=strategy or graphacc.Strategy(), fast_compile=True, memory_plan="xla", cache_dir=cache_dir, **devices) for m in copies
         ]
         try:
             got = train(*ours, seed)
@@ -667,6 +669,10 @@ def main(count: int, first: int, strategy: str | None = None) -> None:
     kinds: dict[str, int] = {}
     for seed in range(first, first + count):
         result = compare(seed, strategy)
+        if seed % 5 == 0 and result == "equal":
+            with tempfile.TemporaryDirectory() as cache:
+                results = [compare(seed, strategy, cache) for _ in range(2)]
+            result = next((f"{found} (run {number} with a cache)" for number, found in enumerate(results, 1) if found != "equal"), "equal")
         kind = result.partition(":")[0]
         kinds[kind] = kinds.get(kind, 0) + 1
         if kind in ("WRONG", "refused"):
