@@ -11,7 +11,7 @@ import pathlib
 import re
 import threading
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -355,10 +355,9 @@ def load_executable(serialized: bytes, compiled: jax.stages.Compiled):
     return unloaded.backend.deserialize_executable(serialized, unloaded.device_list)
 
 
-def load_executable_on(serialized: bytes, devices: Sequence[jax.Device]):
-    """The same on these devices, in the order of a program's mesh. Other threads go on meanwhile."""
-    mesh = jax.sharding.Mesh(np.array(devices), "x")
-    return devices[0].client.deserialize_executable(serialized, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())._internal_device_list)
+def load_executable_on(serialized: bytes, mesh: jax.sharding.Mesh):
+    """The same on the devices of a mesh. Other threads go on meanwhile."""
+    return mesh.devices.flat[0].client.deserialize_executable(serialized, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())._internal_device_list)
 
 
 def compiled_as(lowered: jax.stages.Lowered, executable) -> jax.stages.Compiled:

@@ -30,6 +30,7 @@ import typing
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import Tensor, fx
@@ -77,7 +78,7 @@ class Shortcut:
             options: of the compilation.
             variant: everything else that the executable depends on.
         """
-        self._cache, self._stub, self._devices = cache, stub, list(mesh.devices.flat)
+        self._cache, self._stub, self._mesh = cache, stub, mesh
         found = _key_of(stub, options)
         self.key = None if found is None else f"lowered {FORMAT} {digest} {found} {variant}"
 
@@ -91,7 +92,7 @@ class Shortcut:
             return None
         try:
             loaded = None if ahead is None else ahead.take(self.key)
-            loaded = loaded or _load(self._cache, self.key, self._devices)
+            loaded = loaded or _load(self._cache, self.key, self._mesh)
             if loaded is None:
                 return None
             return Found(compiled=compat.compiled_as(self._stub, loaded.executable), note=loaded.note, temp_bytes=loaded.temp_bytes, module=whole_module(loaded.serialized))
@@ -119,8 +120,8 @@ class _Loaded:
     temp_bytes: int
 
 
-def _load(cache: CompileCache, key: str, devices: Sequence[jax.Device]) -> _Loaded | None:
-    """The executable that a shortcut's key leads to, on its devices; None: it is not there."""
+def _load(cache: CompileCache, key: str, mesh: Mesh) -> _Loaded | None:
+    """The executable that a shortcut's key leads to, on the devices of its mesh; None: it is not there."""
     content = cache.get(key)
     known = {} if content is None else json.loads(content)
     entry = cache.get(known["entry"]) if known else None
@@ -130,7 +131,7 @@ def _load(cache: CompileCache, key: str, devices: Sequence[jax.Device]) -> _Load
     for name in known["calls"]:
         library.register_xla_target(name)
     serialized = compat.cached_executable(packed)
-    executable = compat.load_executable_on(serialized, devices)
+    executable = compat.load_executable_on(serialized, mesh)
     temp_bytes = executable.get_compiled_memory_stats().temp_size_in_bytes if note else 0  # XLA goes through the whole program: not in the thread of a capture
     return _Loaded(executable=executable, serialized=serialized, note=note.decode(), temp_bytes=temp_bytes)
 
@@ -155,7 +156,7 @@ class Ahead:
         if self._known:
             thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="graphacc-ahead")
             for key, ids in self._known:
-                self._loads[key] = thread.submit(_load, cache, key, [devices[each] for each in ids])
+                self._loads[key] = thread.submit(_load, cache, key, Mesh(np.array([devices[each] for each in ids]), "devices"))
             thread.shutdown(wait=False)
 
     def take(self, key: str) -> _Loaded | None:
