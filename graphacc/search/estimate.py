@@ -4,10 +4,11 @@ A profile is the graph of one rank of the model-parallel axes at the strategy's 
 What `dp`, `fsdp` and `zero` add to it are collectives of known bytes and shares of the state:
 
     ZeRO-3    gather of every weight for forward and backward, scatter of its gradient  over fsdp; all-reduce of the scattered part over dp
+    hpZ       gather over the hosts, kept; gathers of it within the host, for forward and backward
     ZeRO-1    scatter of every gradient, gather of the updated weight                   over fsdp; all-reduce of the scattered part over dp
     none      all-reduce of every gradient                                              over dp
 
-(Rajbhandari et al., "ZeRO", 2020, section 7.) Collectives of the data axes hide behind the computation of their phase where the
+(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) Collectives of the data axes hide behind the computation of their phase where the
 hardware runs them at the same time; sums and exchanges of tp, cp and ep are waited for.
 """
 
@@ -139,11 +140,17 @@ class Profile:
         state = sum(self.state_bytes.get(weight.name, 0) for weight in weights)
         gathered = [weight.travels_bytes for weight in weights]
         gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
-        moved = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES]
+        moved, secondary = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES], 0
         bucket = _bucket_bytes(strategy, sum(gathered))
         if stage == 3:
             again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
-            moved += [_gathers(phase, sizes, bucket) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
+            if (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
+                once = [weight.travels_bytes for weight in weights if weight.gathers <= 1]
+                secondary = sum(again) // group
+                moved += [_gathers(Phase.FORWARD, once, bucket), _gathers(Phase.FORWARD, [size // group for size in again], bucket, f"{FSDP}%{group}")]
+                moved += [_gathers(phase, again, bucket, f"{FSDP}/{group}") for phase in (Phase.FORWARD, Phase.BACKWARD)]
+            else:
+                moved += [_gathers(phase, sizes, bucket) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
         elif stage:
             moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
         if stage:
@@ -170,7 +177,7 @@ class Profile:
                 "state_bytes": 0 if offloads else round(state * share),
                 "host_bytes": round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
                 "other_bytes": self.cost.other_bytes,
-                "temporary_bytes": self.temporary_bytes + self.cost.saved_bytes + transient,
+                "temporary_bytes": self.temporary_bytes + self.cost.saved_bytes + transient + secondary,
             },
         )
 
@@ -226,6 +233,9 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phas
     found: dict[Phase, int] = dict.fromkeys(Phase, 0)
     for weight in weights if strategy.zero_stage else ():
         split = state_split(weight.shape, strategy.fsdp)
+        if strategy.hpz > 1 and weight.gathers > 1:  # the parts of a node come into the order of the ranks
+            found[Phase.FORWARD] += 2 * weight.travels_bytes
+            found[Phase.BACKWARD] += 2 * weight.travels_bytes
         if split is None or split.dim == 0:
             continue
         if strategy.zero_stage == 3:
@@ -237,11 +247,11 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phas
     return found
 
 
-def _gathers(phase: Phase, sizes: Sequence[int], bucket: int) -> Moved:
+def _gathers(phase: Phase, sizes: Sequence[int], bucket: int, axis: str = FSDP) -> Moved:
     """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`)."""
     small = [size for size in sizes if size <= SMALL_BYTES]
     messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
-    return Moved(axis=FSDP, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages))
+    return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages))
 
 
 def _gradients(axis: str, kind: str, messages: tuple[int, ...]) -> Moved:

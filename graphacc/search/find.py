@@ -321,7 +321,7 @@ class Search:
         named = {axis for spec in self.annotations.values() for axis in spec if axis is not None}
         inner = self.hardware.levels[0].size if self.hardware.levels and not self.hardware.shared_cores else None
         return Limits(
-            batch_size=self.microbatches * batch[0] if batch else None, num_experts=min(experts, default=0), model_ranks=inner, needed=frozenset(named) & {TP, EP}
+            batch_size=self.microbatches * batch[0] if batch else None, num_experts=min(experts, default=0), host_devices=inner, needed=frozenset(named) & {TP, EP}
         )
 
     # ---- explanation

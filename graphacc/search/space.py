@@ -17,7 +17,7 @@ from graphacc.strategy.axes import AXES, CP, DATA_AXES, DP, EP, FSDP, MODEL_AXES
 from graphacc.strategy.schedules import check_schedule
 from graphacc.strategy.spec import CONTEXTS, Strategy, field_text, parse_fields
 
-CHOSEN = (*AXES, "zero", "sequence_parallel", "context", "remat", "schedule", "chunks")
+CHOSEN = (*AXES, "zero", "hpz", "sequence_parallel", "context", "remat", "schedule", "chunks")
 """The fields that the search fills in where they are not pinned."""
 
 
@@ -89,7 +89,7 @@ class Limits:
 
     batch_size: int | None = None  # rows that the data axes and microbatches split; None: no batch
     num_experts: int = 0  # that `ep` can split
-    model_ranks: int | None = None  # tp * cp at most, unless one of them is pinned: the devices of one host
+    host_devices: int | None = None  # tp * cp at most, unless one of them is pinned, and what gathers of hpZ stay within; None: all are alike
     needed: frozenset[str] = frozenset()  # axes that annotations name
 
 
@@ -116,7 +116,7 @@ def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator
             refusals.add(reason)
             continue
         for count in _microbatches(mesh, request, limits):
-            for choice in _choices(mesh, count, request):
+            for choice in _choices(mesh, count, request, limits):
                 fields = {**request.pins, **mesh, **choice, "microbatches": count}
                 try:
                     strategy = Strategy(**fields)
@@ -168,15 +168,15 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
     if mesh[EP] > 1 and EP not in request.pins and (not limits.num_experts or limits.num_experts % mesh[EP]):
         return f"ep does not divide {limits.num_experts} experts" if limits.num_experts else "no experts for ep to split"
     pinned = set(MODEL_AXES) & set(request.pins)
-    if limits.model_ranks is not None and not pinned and mesh[TP] * mesh[CP] > limits.model_ranks:
-        return f"tp * cp is larger than the {limits.model_ranks} devices of a host"
+    if limits.host_devices is not None and not pinned and mesh[TP] * mesh[CP] > limits.host_devices:
+        return f"tp * cp is larger than the {limits.host_devices} devices of a host"
     missing = [axis for axis in sorted(limits.needed) if axis in mesh and mesh[axis] == 1 and axis not in request.pins]
     if missing:
         return f"annotations split tensors along {missing[0]}"
     return None
 
 
-def _choices(mesh: Mapping[str, int], microbatches: int, request: Request) -> Iterator[dict[str, Any]]:
+def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limits: Limits) -> Iterator[dict[str, Any]]:
     """The fields that say how the axes of a mesh are used."""
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     if mesh[PP] > 1:
@@ -191,4 +191,15 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request) -> It
     }
     names = [name for name in free if name not in request.pins]
     for (schedule, chunks), *values in itertools.product(schedules, *(free[name] for name in names)):
-        yield dict(zip(names, values)) | {"schedule": schedule, "chunks": chunks}
+        found = dict(zip(names, values)) | {"schedule": schedule, "chunks": chunks}
+        yield found
+        if "hpz" not in request.pins and found.get("zero", request.pins.get("zero")) in (None, 3) and (within := _ranks_of_host(mesh, limits)) is not None:
+            yield found | {"hpz": within}
+
+
+def _ranks_of_host(mesh: Mapping[str, int], limits: Limits) -> int | None:
+    """Ranks of `fsdp` that share a host, to whose links ZeRO++'s hpZ keeps the gathers of backward; None where all do, or each has a host of its own."""
+    if limits.host_devices is None or mesh[PP] > 1:
+        return None
+    within, left = divmod(limits.host_devices, math.prod(mesh[axis] for axis in (TP, CP, EP)))
+    return within if not left and 1 < within < mesh[FSDP] and mesh[FSDP] % within == 0 else None

@@ -382,3 +382,21 @@ def test_hosts_wait_for_the_slowest():
             assert sum(estimate.parts().values()) == pytest.approx(estimate.seconds)
             parts[hardware] = estimate.parts()
     assert ["slowest host" in found for found in parts.values()] == [False, True, False]
+
+
+def test_gathers_of_backward_stay_within_a_host_where_links_between_hosts_are_slow():
+    """ZeRO++'s hpZ keeps the results' bits, so that the search may choose it."""
+    fast = Hardware.parse("2x4xH100")
+    host, network = fast.levels
+    slow = fast.replace(levels=(host, dataclasses.replace(network, bandwidth=network.bandwidth / 100)))
+    request = "auto,dp=1,tp=1,cp=1,zero=3"
+    for hardware, expected in ((slow, 4), (Hardware.parse("8xH100"), 1)):
+        found = Search(large().joint, large().update, hardware)
+        assert {strategy.hpz for strategy in candidates(Request.parse(request, 8), found.limits(), Refusals())} == {1, expected}
+        plan = found.run(Request.parse(request, 8))
+        assert plan.strategy == Strategy(fsdp=8, zero=3, hpz=expected)
+    found = Search(large().joint, large().update, slow)
+    for strategy in (Strategy(fsdp=8), Strategy(fsdp=8, hpz=4), Strategy(fsdp=4, tp=2, hpz=2)):
+        composed, exact = found.estimate(strategy), found.evaluate(strategy)
+        moved = [sum(each.exposed_seconds.values()) + each.hidden_seconds for each in (composed, exact)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.03) and composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.12)
