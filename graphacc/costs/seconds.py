@@ -54,7 +54,8 @@ def work_seconds(works: Iterable[Work], chip: Chip) -> np.ndarray:
         dims = [works[i].dims or (math.inf,) * 3 for i in chosen]
         sizes, attends = [works[i].size_bytes for i in chosen], [works[i].attends for i in chosen]
         seconds[chosen] = compute_seconds([works[i].flops for i in chosen], dims, sizes, dtype, chip, attends)
-    return seconds
+    launched = np.array([not work.shares_kernel for work in works], bool)
+    return np.where(launched, seconds, np.maximum(seconds - chip.launch_seconds, 0.0))
 
 
 def collective_seconds(kind: str, size_bytes, hardware: Hardware, group: tuple[int, ...]):

@@ -39,6 +39,7 @@ class Work:
     read_bytes: int = 0
     written_bytes: int = 0
     attends: bool = False  # a fused attention
+    shares_kernel: bool = False  # with other parts of a message, see `kernels`
 
     @property
     def size_bytes(self) -> int:
@@ -49,6 +50,8 @@ NO_WORK = Work()
 
 _LOOKS_UP = of_kind(OpKind.LOOKUP) | {_ops.shard.default}
 """Operators that read of their first operand what they return, not all of it."""
+
+_COPIES = of_kind(OpKind.CAST, OpKind.SAME)
 
 _COLLECTIVES = frozenset({"_c10d_functional"})
 
@@ -67,10 +70,14 @@ def node_work(node: torch.fx.Node) -> Work:
     return _work(node, {operand: _through_views(operand) for operand in node.all_input_nodes})
 
 
-def kernels(step: StepGraph) -> dict[torch.fx.Node, Work]:
+def kernels(step: StepGraph, *, joins_parts_of: Callable[[torch.fx.Node], bool] | None = None) -> dict[torch.fx.Node, Work]:
     """The calls whose results are stored -> their work, with that of the calls that are fused into them.
 
     What is computed on the fly (see `predict_memory`) is neither written nor read; where it is used, its operands are read.
+
+    Args:
+        joins_parts_of: of these collectives; copies of the parts of their messages, into them and out of them, share a kernel, as XLA's horizontal fusion makes it for GPUs: the step of a GPT-2 of 124 M
+            parameters has 148 casts of weights before gathers, and 148 copies behind them, and no more kernels under `fsdp=8` than under `dp=8` (804 and 827, for H100).
     """
     found: dict[torch.fx.Node, Work] = {}
     reads: dict[torch.fx.Node, dict[torch.fx.Node, int]] = {}  # value -> what is read where it is used -> bytes of it
@@ -85,7 +92,8 @@ def kernels(step: StepGraph) -> dict[torch.fx.Node, Work]:
             reads[node] = _union(node, reads)
         else:
             reads[node] = whole
-            found[node] = _work(node, {operand: reads[operand] for operand in node.all_input_nodes})
+            work = _work(node, {operand: reads[operand] for operand in node.all_input_nodes})
+            found[node] = dataclasses.replace(work, shares_kernel=True) if joins_parts_of is not None and _is_part_of_message(node, joins_parts_of) else work
     return found
 
 
@@ -101,6 +109,28 @@ def flops_by_dtype(step: StepGraph) -> dict[str, float]:
         flops = _product(node)[0] if node.op == "call_function" else 0.0
         if flops:
             found[_dtype(node)] = found.get(_dtype(node), 0.0) + flops
+    return found
+
+
+def _is_part_of_message(node: torch.fx.Node, chosen: Callable[[torch.fx.Node], bool]) -> bool:
+    """Whether a copy takes something out of a message of a chosen collective, or what it makes is only put into one beside others."""
+
+    def moves(node: torch.fx.Node) -> bool:
+        return chosen(node.all_input_nodes[0] if node.target is torch.ops._c10d_functional.wait_tensor.default else node)
+
+    if node.target not in _COPIES:
+        return False
+    if any(map(moves, _through_views(node.all_input_nodes[0]))):
+        return True
+    joined = _readers(node)
+    return all(reader.target is _aten.cat.default for reader in joined) and any(moves(last) for reader in joined for last in _readers(reader))
+
+
+def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What reads a value, through views."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if user.op == "call_function" and _shares_memory(user) else [user]
     return found
 
 

@@ -95,7 +95,7 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         step: after the passes: shapes are those of one device.
         count: nodes that one stands for, where equal layers were left out.
     """
-    found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node), path=path_of(node)) for node, work in kernels(step).items())
+    found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node), path=path_of(node)) for node, work in kernels(step, joins_parts_of=None if hardware.shared_cores else _moves_parameters).items())
     saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step, cpu=hardware.shared_cores > 0).items())
     return GraphCost(
         kernels=found,
@@ -107,6 +107,10 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         held=tuple(Held(size_bytes=value_bytes(node), count=count(node), path=path_of(node)) for node in _held(step)),
         nodes=len(step.graph.nodes),
     )
+
+
+def _moves_parameters(node: torch.fx.Node) -> bool:
+    return "move" in node.meta and node.meta["move"].role in (Role.WEIGHT, Role.GRADIENT)
 
 
 def path_of(node: torch.fx.Node) -> str:

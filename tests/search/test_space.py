@@ -31,7 +31,7 @@ def test_pins_hold(text, holds):
 
 
 def test_limits():
-    chosen, refusals = found("auto", 16, batch_size=4, num_experts=6, model_ranks=8)
+    chosen, refusals = found("auto", 16, batch_size=4, num_experts=6, host_devices=8)
     assert max(strategy.data_ranks for strategy in chosen) == 4 and refusals.counts["the data axes do not divide the batch of 4 rows"]
     assert {strategy.ep for strategy in chosen} == {1, 2} and refusals.counts["ep does not divide 6 experts"]
     assert max(strategy.tp * strategy.cp for strategy in chosen) == 8 and refusals.counts["tp * cp is larger than the 8 devices of a host"]
