@@ -51,6 +51,8 @@ AGREES = 0.02
 """Relative difference of estimate and evaluation up to which the first finalist is taken: the others' estimates then hold as well."""
 TIE = 0.01
 """Relative difference in time below which less memory and fewer axes decide."""
+HPZ_SAVES = 0.05
+"""Share of a step that hpZ has to save, which takes more memory; its estimates are up to 4 % below what the real passes give."""
 MARGIN = 0.08
 """Of temporaries, over what is predicted."""
 _SHOWN = 5
@@ -262,13 +264,18 @@ class Search:
         return sorted(found, key=_order), max(limit, best * (1 + AGREES)), num_slower
 
     def _estimated(self, strategies: Iterable[Strategy], refusals: Refusals) -> Ranking:
-        found = []
+        found: dict[Strategy, Estimate] = {}
         for strategy in strategies:
             try:
-                found.append((strategy, self.estimate(strategy)))
+                found[strategy] = self.estimate(strategy)
             except StrategyError as error:
                 refusals.add(str(error))
-        return sorted(found, key=_order)
+        for strategy in [strategy for strategy in found if strategy.hpz > 1]:
+            plain = found.get(strategy.replace(hpz=1))
+            if plain is not None and not (self.fits(found[strategy]) and found[strategy].seconds <= plain.seconds * (1 - HPZ_SAVES)):
+                del found[strategy]
+                refusals.add(f"hpz takes more memory, and does not fit or saves less than {100 * HPZ_SAVES:.0f} % of the step")
+        return sorted(found.items(), key=_order)
 
     def _rematerialised(self, ranked: Ranking, best: float) -> Ranking:
         """Candidates over the memory with the least rematerialisation that lets them fit, or the most there is.
