@@ -272,9 +272,9 @@ class Search:
                 refusals.add(str(error))
         for strategy in [strategy for strategy in found if strategy.hpz > 1]:
             plain = found.get(strategy.replace(hpz=1))
-            if plain is not None and not (self.fits(found[strategy]) and found[strategy].seconds <= plain.seconds * (1 - HPZ_SAVES)):
+            if plain is not None and found[strategy].seconds > plain.seconds * (1 - HPZ_SAVES):
                 del found[strategy]
-                refusals.add(f"hpz takes more memory, and does not fit or saves less than {100 * HPZ_SAVES:.0f} % of the step")
+                refusals.add(f"hpz saves less than {100 * HPZ_SAVES:.0f} % of the step, and takes more memory")
         return sorted(found.items(), key=_order)
 
     def _rematerialised(self, ranked: Ranking, best: float) -> Ranking:
@@ -283,11 +283,11 @@ class Search:
         Recomputation only adds time, so what is slower already than a strategy that fits, in `best` seconds, is left as it is.
         """
         best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
-        found = []
+        found, strategies = [], {strategy for strategy, _ in ranked}
         for strategy, estimate in ranked:
             if estimate.seconds >= best:
                 break
-            if self.fits(estimate) or self.needed(dataclasses.replace(estimate, temporary_bytes=0)) > self.memory_bytes:
+            if self.fits(estimate) or self.needed(dataclasses.replace(estimate, temporary_bytes=0)) > self.memory_bytes or _gathers_over_all(strategy) in strategies:
                 continue
             for remat in REMATS:
                 try:
@@ -305,10 +305,11 @@ class Search:
     def _finalists(self, ranked: Ranking) -> Ranking:
         """The first ones that fit by the real passes, until one takes the time that was estimated; at most `FINALISTS`.
 
-        What is estimated a quarter above the memory is left out.
+        What is estimated a quarter above the memory is left out; so is hpZ above the memory, which takes more than the same without.
         """
         found: Ranking = []
-        left = [item for item in ranked if self.needed(item[1]) <= 1.25 * self.memory_bytes]
+        strategies = {strategy for strategy, _ in ranked}
+        left = [item for item in ranked if self.fits(item[1]) or (self.needed(item[1]) <= 1.25 * self.memory_bytes and _gathers_over_all(item[0]) not in strategies)]
         while left and len(found) < FINALISTS:
             ties = [item for item in left if item[1].seconds <= left[0][1].seconds * (1 + TIE)]
             strategy, estimate = min(ties, key=lambda item: (not self.fits(item[1]), item[1].bytes_per_device, len(item[0].mesh), str(item[0])))
@@ -579,6 +580,11 @@ def _order(item: tuple[Strategy, Estimate]) -> tuple:
 
 def _sizes(strategy: Strategy) -> tuple[int, ...]:
     return strategy.tp, strategy.cp, strategy.ep
+
+
+def _gathers_over_all(strategy: Strategy) -> Strategy | None:
+    """A strategy with hpZ without it."""
+    return strategy.replace(hpz=1) if strategy.hpz > 1 else None
 
 
 def _is_within(smaller: Strategy, larger: Strategy) -> bool:
