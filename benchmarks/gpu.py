@@ -188,40 +188,106 @@ def _losses(model, batch: dict, steps: int) -> list[float]:
     return found
 
 
-@part(150)
-def parity(args: argparse.Namespace) -> dict:
-    """Three fp32 steps on the device against PyTorch on the CPU: the largest relative difference of losses and of parameters."""
-    import torch
+def _recurrent():
+    """A language model of two LSTM layers, called as those of transformers are."""
+    from torch import nn
+    from torch.nn import functional as F
+    from transformers.modeling_outputs import CausalLMOutput
 
-    import graphacc
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm, self.head = nn.Embedding(128, 64), nn.LSTM(64, 64, num_layers=2, batch_first=True), nn.Linear(64, 128)
+
+        def forward(self, input_ids, labels):
+            logits = self.head(self.lstm(self.embedding(input_ids))[0])
+            return CausalLMOutput(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+    return Recurrent()
+
+
+@part(240)
+def parity(args: argparse.Namespace) -> dict:
+    """Three steps on the device against PyTorch on the CPU: in fp32 the largest relative difference of losses and of parameters; in bf16 their distance
+    from PyTorch's fp32, beside that of PyTorch's autocast."""
+    import torch
 
     torch.manual_seed(0)
     tokens = torch.randint(128, (4, 64))
     text = {"input_ids": tokens, "labels": tokens}
     images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
     gpt2 = _gpt2(2, 64, 4, 128, 64)
-    cases = {
-        "gpt2": (gpt2, text, ""),
+    models = {"gpt2": (gpt2, text), "llama": (_llama(2, 64, 128, 4, 2, 128, 64), text), "mixtral": (_mixtral(), text), "resnet": (_resnet(), images)}
+    cases = {name: (*given, "") for name, given in (models | {"lstm": (_recurrent(), text)}).items()} | {
         "gpt2, two microbatches": (gpt2, text, "dp=1,microbatches=2"),
         "gpt2, rematerialised": (gpt2, text, "dp=1,remat=blocks"),
         "gpt2, state on the host": (gpt2, text, "dp=1,offload=optimizer"),
-        "llama": (_llama(2, 64, 128, 4, 2, 128, 64), text, ""),
-        "mixtral": (_mixtral(), text, ""),
-        "resnet": (_resnet(), images, ""),
     }
     figures = {}
     for name, (model, batch, strategy) in cases.items():
-        model, reference = copy.deepcopy(model), copy.deepcopy(model)
-        expected = _losses(reference, batch, 3)
         try:
-            got = _losses(graphacc.compile(model, devices=1, strategy=graphacc.Strategy.parse(strategy), cache_dir=None), batch, 3)
-            losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(got, expected))
-            pairs = zip(model.state_dict().values(), reference.state_dict().values())
-            values = max(((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+            want, got = _trained(model, batch), _trained(model, batch, strategy)
+            losses, values = (_difference(a, b) for a, b in zip(got, want))
             figures[name] = f"losses {losses:.1e}, parameters {values:.1e}{'' if losses < 1e-4 else ': WRONG'}"
         except Exception as error:
             figures[name] = f"{type(error).__name__}: {str(error)[:600]}"
+    for name, (model, batch) in models.items():
+        try:
+            exact, rounded, got = _trained(model, batch), _trained(model, batch, autocast=True), _trained(model, batch, "dp=1,precision=bf16")
+            losses, values = (_distance(a, b) for a, b in zip(got, exact))
+            theirs = _distance(rounded[1], exact[1])
+            figures[f"{name}, bf16"] = f"losses {losses:.1e}, parameters {values:.1e}, autocast's {theirs:.1e}{'' if losses < 1e-3 and values < 1.5 * theirs else ': WRONG'}"
+        except Exception as error:
+            figures[f"{name}, bf16"] = f"{type(error).__name__}: {str(error)[:600]}"
     return {"relative differences": figures}
+
+
+def _trained(model, batch: dict, strategy: str | None = None, autocast: bool = False):
+    """The losses of three steps and the parameters behind them: by PyTorch on the CPU, or by GraphAcc where a strategy is told."""
+    import torch
+
+    import graphacc
+
+    model = copy.deepcopy(model)
+    trained = model if strategy is None else graphacc.compile(model, devices=1, strategy=graphacc.Strategy.parse(strategy), cache_dir=None)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        losses = _losses(trained, batch, 3)
+    return [torch.tensor(losses)], list(model.state_dict().values())
+
+
+def _difference(values, expected) -> float:
+    """The largest difference over the largest value, of all tensors."""
+    return max(((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() for a, b in zip(values, expected))
+
+
+def _distance(values, expected) -> float:
+    """The norm of all differences over that of all values."""
+    import torch
+
+    flat, wanted = (torch.cat([x.double().flatten() for x in tensors]) for tensors in (values, expected))
+    return ((flat - wanted).norm() / wanted.norm()).item()
+
+
+@part(100)
+def again(args: argparse.Namespace) -> dict:
+    """A script that runs twice with one cache: seconds to the first loss, and whether the losses are equal."""
+    script = (
+        "import gpu, json, sys, time, pathlib; start = time.monotonic(); import torch, graphacc; torch.manual_seed(0); "
+        "tokens = torch.randint(128, (4, 64)); seconds = []; "
+        "model = graphacc.compile(gpu._gpt2(12, 64, 4, 128, 64), devices=1, strategy='dp=1', cache_dir=pathlib.Path(sys.argv[1])); "
+        "batch = {'input_ids': tokens, 'labels': tokens}; optimizer = torch.optim.AdamW(model.parameters()); "
+        "step = lambda: (loss := model(**batch).loss, loss.backward(), optimizer.step(), optimizer.zero_grad())[0].item(); "
+        "first = step(); seconds = time.monotonic() - start; print(json.dumps([seconds, [first] + [step() for _ in range(4)]]))"
+    )
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), os.environ["PYTHONPATH"]])
+    runs = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script, str(args.output / "again")], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+        if done.returncode:
+            return {"again": f"exit code {done.returncode}: {done.stderr.strip()[-1200:]}"}
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    equal = "equal losses" if runs[0][1] == runs[1][1] else f"WRONG: {runs[0][1]}, then {runs[1][1]}"
+    return {"again": f"first loss after {runs[0][0]:.1f} s, again after {runs[1][0]:.1f} s; {equal}"}
 
 
 @part(120)

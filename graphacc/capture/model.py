@@ -243,7 +243,8 @@ class _Capture:
         trained = [_leaf(item, tensor, self.hooks) for item, tensor in zip(parameters, tensors)]
         held = tensors[ends[0] : ends[1]]
         given = [leaf.detach().requires_grad_() if i in self.wanted else leaf for i, leaf in enumerate(tensors[ends[1] : -1])]
-        computed = _to_bf16(trained) if precision == "bf16" else trained
+        with torch.enable_grad():  # also where a backward program is captured, inside PyTorch's backward
+            computed = _to_bf16(trained) if precision == "bf16" else trained
         items = [*parameters, *buffers]
         substitute(model, dict(zip((id(item.tensor) for item in items), [*computed, *held])))
 

@@ -217,6 +217,25 @@ def test_gradients_flow_as_in_pytorch(loop, strategy):
     assert "runs compiled, as a function of PyTorch's autograd" in "".join(model.explain() for model in models)
 
 
+IN_BF16 = [gan, frozen_discriminator, plain_modules_around, one_optimizer_for_all, gradient_of_the_input, accumulated_with_recorded, twice_backward, hooks_on_parameters]
+
+
+@pytest.mark.parametrize("loop", with_matrix(IN_BF16, [plain_modules_around, gan]), ids=lambda loop: loop.__name__)
+def test_gradients_flow_in_bf16(loop):
+    """Backward programs are captured inside PyTorch's backward, where gradients are off: the parameters' way to bf16 has to be recorded all the same."""
+    torch.manual_seed(0)
+    references = generator(), discriminator()
+    models = [compiled(copy.deepcopy(model), None, memory_plan="xla", precision="bf16", verify=2 * STEPS) for model in references]
+    before = [{name: value.clone() for name, value in model.state_dict().items()} for model in references]
+    expected, got = list(loop(*references)), list(loop(*models))
+    assert got == pytest.approx(expected, rel=0.03, abs=0.03)
+    for reference, model, start in zip(references, models, before):
+        state = model.state_dict()
+        moved, wanted = (torch.cat([(now[name] - value).double().flatten() for name, value in start.items()]) for now in (state, reference.state_dict()))
+        assert (moved - wanted).norm() <= 0.3 * wanted.norm()
+        assert [name for name, value in start.items() if torch.equal(state[name], value)] == [name for name, value in start.items() if torch.equal(reference.state_dict()[name], value)]
+
+
 class Noisy(nn.Module):
     """Dropout, and a buffer that the forward both reads and changes."""
 
