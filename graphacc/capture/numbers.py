@@ -184,6 +184,7 @@ class Number:
 _HALVES = (torch.bfloat16, torch.float16)
 _ROUNDED_ONCE = {getattr(Tensor, f"__{side}{name}__") for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow")}
 _ROUNDED_ONCE |= {getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub", "mul", "div", "pow", "true_divide")}
+_ROUNDED_ONCE |= {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow}  # where a tensor leaves it to the number
 _UFUNCS = {getattr(numpy, name) for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "square", "sin", "cos", "tan", "tanh", "abs", "power")}
 _UFUNCS |= {getattr(numpy, name) for name in ("add", "subtract", "multiply", "divide", "floor_divide", "mod", "maximum", "minimum", "negative")}
 

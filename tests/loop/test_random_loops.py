@@ -16,3 +16,9 @@ def test_random_loops():
 def test_random_loops_on_several_devices(first):
     results = {seed: random_loops.compare(seed, "fsdp=2") for seed in range(first, first + 8)}
     assert not {seed: result for seed, result in results.items() if result.startswith("WRONG")}
+
+
+@pytest.mark.matrix
+def test_random_loops_in_bf16():
+    results = {seed: random_loops.compare(seed, "precision=bf16") for seed in range(2000, 2010)}
+    assert not {seed: result for seed, result in results.items() if result.startswith("WRONG")}
