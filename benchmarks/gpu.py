@@ -174,13 +174,14 @@ def _resnet():
     return ResNetForImageClassification(ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10))
 
 
-def _losses(model, batch: dict, steps: int) -> list[float]:
+def _losses(model, batch: dict, steps: int, autocast: bool = False) -> list[float]:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
     for _ in range(steps):
-        loss = model(**batch).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -250,9 +251,7 @@ def _trained(model, batch: dict, strategy: str | None = None, autocast: bool = F
 
     model = copy.deepcopy(model)
     trained = model if strategy is None else graphacc.compile(model, devices=1, strategy=graphacc.Strategy.parse(strategy), cache_dir=None)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        losses = _losses(trained, batch, 3)
-    return [torch.tensor(losses)], list(model.state_dict().values())
+    return [torch.tensor(_losses(trained, batch, 3, autocast))], list(model.state_dict().values())
 
 
 def _difference(values, expected) -> float:

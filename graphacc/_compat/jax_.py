@@ -120,19 +120,29 @@ def _described_gpu() -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     from jax._src.mesh import AbstractDevice
 
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=cuda_cores(), platform="gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def _cuda_devices() -> list[jax.Device]:
+    """This process' CUDA devices; none before JAX has started them."""
+    if not has(probes.BACKENDS):
+        return []
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized() or "cuda" not in xla_bridge.backends():
+        return []
+    return jax.local_devices(backend="cuda")
 
 
 def cuda_capability() -> tuple[int, int] | None:
     """The least compute capability among this process' CUDA devices; None where there are none (a compile for another machine)."""
-    if not has(probes.BACKENDS):
-        return None
-    from jax._src import xla_bridge
+    return min((tuple(map(int, device.compute_capability.split("."))) for device in _cuda_devices()), default=None)
 
-    if not xla_bridge.backends_are_initialized() or "cuda" not in xla_bridge.backends():
-        return None
-    return min(tuple(map(int, device.compute_capability.split("."))) for device in jax.local_devices(backend="cuda"))
+
+def cuda_cores() -> int:
+    """The multiprocessors of this process' CUDA devices, the least of them; those of an H100 where there are none."""
+    return min((device.core_count for device in _cuda_devices()), default=132)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +174,11 @@ def has_pallas() -> bool:
 def has_triton_kernels() -> bool:
     """Whether our Pallas kernels for Triton can be traced (graphacc/lowering/rules/grouped_triton.py)."""
     return has(probes.PALLAS_TRITON)
+
+
+def has_mosaic_kernels() -> bool:
+    """Whether our Pallas kernels for Hopper GPUs can be traced (graphacc/lowering/rules/grouped_hopper.py)."""
+    return has(probes.PALLAS_MOSAIC)
 
 
 _CUDNN_ABSENT = 7  # bias, lengths and offsets of queries and keys, two page tables

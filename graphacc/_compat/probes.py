@@ -197,6 +197,18 @@ PALLAS_TRITON = Feature(
         "jax.experimental.pallas.triton:store",
     ),
 )
+PALLAS_MOSAIC = Feature(
+    title="the products of experts by our Pallas kernels for Hopper GPUs",
+    without="the kernels for Triton do it, which take 1.3 times as long",
+    apis=(
+        "jax.experimental.pallas:run_scoped",
+        "jax.experimental.pallas:loop",
+        *(
+            f"jax.experimental.pallas.mosaic_gpu:{name}"
+            for name in ("kernel", "nd_loop", "planar_snake", "Barrier", "ACC", "wgmma", "copy_gmem_to_smem", "copy_smem_to_gmem")
+        ),
+    ),
+)
 DESCRIBED_GPU = Feature(
     title="compiling our Pallas kernels for GPUs that are not there (from jaxlib 0.11 on it must be told of them)",
     without="that fails, where JAX wants a device",
