@@ -201,6 +201,12 @@ class StepGraph:
             _verify_node(node)
 
 
+def stands_for(given: Input | Output, read: Input) -> bool:
+    """Whether a tensor that one graph gives is what another reads; a value of the user may have another floating dtype (under precision="bf16", PyTorch's was promised)."""
+    widened = read.kind is Kind.USER and given.dtype.is_floating_point and read.dtype.is_floating_point
+    return given.shape == read.shape and (given.dtype == read.dtype or widened)
+
+
 def copy_node(graph: torch.fx.Graph, node: torch.fx.Node, operand: Callable[[torch.fx.Node], torch.fx.Node], *, renumber: bool = False) -> torch.fx.Node:
     """`graph.node_copy(node, operand)`, for graphs of many nodes.
 

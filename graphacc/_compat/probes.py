@@ -199,7 +199,7 @@ PALLAS_TRITON = Feature(
 )
 PALLAS_MOSAIC = Feature(
     title="the products of experts by our Pallas kernels for Hopper GPUs",
-    without="the kernels for Triton do it, which take 1.3 times as long",
+    without="the kernels for Triton do it, which take 1.2 times as long",
     apis=(
         "jax.experimental.pallas:run_scoped",
         "jax.experimental.pallas:loop",

@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from graphacc.errors import GraphError
-from graphacc.graph import Input, Kind, Output, StepGraph, copy_node
+from graphacc.graph import Input, Kind, Output, StepGraph, copy_node, stands_for
 
 _Key = tuple[Kind, str]
 
@@ -30,8 +31,10 @@ def stitch(joint: StepGraph, update: StepGraph) -> StepGraph:
 def joined(first: StepGraph, second: StepGraph) -> StepGraph:
     """Both graphs as one; gradients that `first` gives are internal.
 
+    A value of the user is widened or narrowed to what `second` reads: under precision="bf16" the loop was promised PyTorch's dtype.
+
     Raises:
-        GraphError: `second` reads a tensor of another shape or dtype than `first` has.
+        GraphError: `second` reads a tensor of another shape, or another tensor of another dtype, than `first` has.
     """
     _check_wiring(first, second)
     graph = fx.Graph()
@@ -50,7 +53,7 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
     _copy_calls(first, graph, copies)
     made = [(out, copies[node]) for out, node in zip(first.outputs, first.results)]
     sources |= {_key(out): node for out, node in made if out.kind is not Kind.BUFFER}
-    copies.update({node: sources[_key(item)] for node, item in zip(second.placeholders, second.inputs)})
+    copies.update({node: _as_promised(graph, sources[_key(item)], item) for node, item in zip(second.placeholders, second.inputs)})
     _copy_calls(second, graph, copies, renumber=True)
     made = [(out, node) for out, node in made if out.kind is not Kind.GRAD]
     made += [(out, copies[node]) for out, node in zip(second.outputs, second.results)]
@@ -64,6 +67,15 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
     )
     step.verify()
     return step
+
+
+def _as_promised(graph: fx.Graph, node: fx.Node, item: Input) -> fx.Node:
+    value = node.meta["val"]
+    if item.kind is not Kind.USER or value.dtype == item.dtype:
+        return node
+    made = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": item.dtype})
+    made.meta = node.meta | {"val": value.to(item.dtype)}
+    return made
 
 
 def _key(item: Input | Output) -> _Key:
@@ -88,7 +100,7 @@ def _check_wiring(first: StepGraph, second: StepGraph) -> None:
     given = {_key(item): item for item in (*first.inputs, *first.outputs)}
     for item in second.inputs:
         source = given.get(_key(item), item)
-        if (source.shape, source.dtype) != (item.shape, item.dtype):
+        if not stands_for(source, item):
             raise GraphError(
                 f"the second graph reads {item.kind.value} {item.target!r} as {item.dtype}{list(item.shape)}, "
                 f"the first gives {source.dtype}{list(source.shape)}"

@@ -638,7 +638,7 @@ def compare(seed: int, strategy: str | None = None, cache_dir: str | None = None
     """
     model, other = build(seed)
     rounded = "bf16" in (strategy or "")
-    devices = {"devices": 1} if strategy is None or rounded else {"devices": 8} if strategy == "auto" else {}
+    devices = {"devices": 1} if strategy in (None, "precision=bf16") else {"devices": 8} if strategy == "auto" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         copies = [copy.deepcopy(m) for m in (model, other)]

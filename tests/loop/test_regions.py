@@ -398,3 +398,25 @@ def test_several_calls_and_a_parameter_of_the_loop(loss, part, strategy):
     for name, expected, got in zip(("losses", "w", *reference.state_dict()), *found, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert ("runs compiled, as a function of PyTorch's autograd" in model.explain()) == part
+
+
+def test_what_the_loop_does_behind_backward_reads_results_as_promised_in_bf16():
+    """The program gives logits in bf16, of which the loop was promised fp32: code in front of step() reads them so."""
+
+    def train(model):
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            logits = model(noise(step, 8, 6))
+            logits.pow(2).mean().backward()
+            scale = 1 + logits.detach().abs().mean()
+            for parameter in model.parameters():
+                parameter.grad.div_(scale)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(scale.item())
+        return seen
+
+    torch.manual_seed(0)
+    reference = discriminator()
+    model = compiled(copy.deepcopy(reference), None, memory_plan="xla", precision="bf16", verify=3)
+    assert train(model) == pytest.approx(train(reference), rel=0.02)

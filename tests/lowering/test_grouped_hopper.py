@@ -86,14 +86,15 @@ def test_a_step_in_bf16_compiled_for_an_h100_calls_them():
     def step(x, weight, grad, ends):
         return matmul.grouped_dot(x, weight, ends), matmul.grouped_dot(grad, weight.mT, ends), matmul.grouped_outer(x, grad, ends)
 
-    def calls(rows: int, depth: int, columns: int) -> tuple[int, int]:
-        shapes = ((rows, depth), jnp.bfloat16), ((8, depth, columns), jnp.bfloat16), ((rows, columns), jnp.bfloat16), ((8,), np.int32)
+    def calls(rows: int, depth: int, columns: int, groups: int = 4) -> tuple[int, int]:
+        shapes = ((rows, depth), jnp.bfloat16), ((groups, depth, columns), jnp.bfloat16), ((rows, columns), jnp.bfloat16), ((groups,), np.int32)
         told = [jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device)) for shape, dtype in shapes]
         text = jax.jit(step).trace(*told).lower(lowering_platforms=("cuda",)).compile().as_text()
         return text.count('custom_call_target="mosaic_gpu'), text.count('custom_call_target="__gpu$xla.gpu.triton"')
 
     assert calls(512, 128, 256) == (3, 0)
     assert calls(512, 96, 160) == (0, 3)  # sizes that their blocks do not divide
+    assert calls(512, 128, 256, groups=8) == (0, 3)  # few rows for each
 
 
 @pytest.mark.gpu

@@ -217,8 +217,8 @@ def _distance(difference, p):
     return jnp.sqrt(jnp.sum(difference * difference, -1)) if p == 2 else jnp.power(jnp.sum(jnp.power(difference, p), -1), 1 / p)
 
 
-def _kernels_of_groups(rows: int, left, right):
-    """`grouped` and `grouped_outer` by our kernels for CUDA, for [rows, K] arrays like `left` and [rows, N] or [G, K, N] arrays like `right`; None where none take them.
+def _kernels_of_groups(left, right, groups: int):
+    """`grouped` and `grouped_outer` by our kernels for CUDA, for [S, K] arrays like `left` and [S, N] or [G, K, N] arrays like `right`; None where none take them.
 
     A program for a GPU that is not here is one for an H100 or H200 (graphacc/runtime/absent.py).
     """
@@ -228,7 +228,7 @@ def _kernels_of_groups(rows: int, left, right):
     if name != "float32" and (compat.cuda_capability() or (9, 0))[0] == 9 and compat.has_mosaic_kernels():
         from graphacc.lowering.rules import grouped_hopper
 
-        if grouped_hopper.takes(rows, left.shape[1], right.shape[-1]):
+        if grouped_hopper.takes(*left.shape, right.shape[-1], groups):
             return grouped_hopper.grouped, grouped_hopper.grouped_outer
     if not compat.has_triton_kernels():
         return None
@@ -246,7 +246,7 @@ def grouped_dot(x, weight, ends, weight_node=None):
     def on(platform, x, weight, ends):
         if platform == "cpu" and cpu_products.takes_groups(x, weight):
             return [cpu_products.grouped(x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
-        if platform == "cuda" and (kernels := _kernels_of_groups(x.shape[0], x, weight)):
+        if platform == "cuda" and (kernels := _kernels_of_groups(x, weight, ends.size)):
             return [kernels[0](x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         return [cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)]
@@ -262,7 +262,7 @@ def grouped_outer(x, grad, ends, node=None):
         if platform == "cpu" and cpu_products.takes_groups(x, grad):
             swapped = is_read_transposed(node)
             return [cpu_products.grouped_outer(grad, x, ends).mT if swapped else cpu_products.grouped_outer(x, grad, ends)]
-        if platform == "cuda" and (kernels := _kernels_of_groups(x.shape[0], x, grad)):
+        if platform == "cuda" and (kernels := _kernels_of_groups(x, grad, ends.size)):
             return [kernels[1](grad, x, ends).mT if is_read_transposed(node) else kernels[1](x, grad, ends)]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         dims = lax.RaggedDotDimensionNumbers(
