@@ -513,7 +513,10 @@ _BETWEEN = 1.5
 
 def _uncertainty(engine: "Engine", run: _Run, expected: _Reference) -> dict[Key, "Tensor | float"]:
     """Absolute tolerances that allow for what rounding alone does to PyTorch's values."""
-    other = _reference(engine, run, _perturbed(run, engine))
+    generator = torch.Generator().manual_seed(0)
+    start = {key: _perturbed(run, engine, value, generator) if key[0] in (Kind.PARAM, Kind.GRAD) else value for key, value in run.start.items()}
+    seeds = {index: _perturbed(run, engine, seed, generator) for index, seed in run.seeds.items()}
+    other = _reference(engine, dataclasses.replace(run, seeds=seeds), start)
     noise = {
         key: NOISE * largest(widened(other.values[key]) - widened(value))
         for key, value in expected.values.items()
@@ -534,16 +537,12 @@ def _uncertainty(engine: "Engine", run: _Run, expected: _Reference) -> dict[Key,
     return found
 
 
-def _perturbed(run: _Run, engine: "Engine") -> Values:
-    """The parameters and gradients that a program starts from, changed at random by a unit in the last place."""
-    generator = torch.Generator().manual_seed(0)
-    found = dict(run.start)
-    for key, value in run.start.items():
-        if key[0] in (Kind.PARAM, Kind.GRAD) and value.is_floating_point():
-            signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-            found[key] = value * (1 + signs * torch.finfo(_dtype(run, engine, value)).eps).to(torch.float64)
-            found[key] = found[key].to(value.dtype)
-    return found
+def _perturbed(run: _Run, engine: "Engine", value: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor that a program starts from, changed at random by a unit in the last place."""
+    if not value.is_floating_point():
+        return value
+    signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+    return (value * (1 + signs * torch.finfo(_dtype(run, engine, value)).eps).to(torch.float64)).to(value.dtype)
 
 
 # ---- who is at fault

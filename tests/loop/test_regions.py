@@ -420,3 +420,14 @@ def test_what_the_loop_does_behind_backward_reads_results_as_promised_in_bf16():
     reference = discriminator()
     model = compiled(copy.deepcopy(reference), None, memory_plan="xla", precision="bf16", verify=3)
     assert train(model) == pytest.approx(train(reference), rel=0.02)
+
+
+def test_a_gradient_that_cancels_is_verified_by_what_rounding_does_to_it():
+    """The gradients of the results add up to zero, so that of the bias is rounding alone, PyTorch's as ours."""
+    torch.manual_seed(0)
+    model, back = compiled(nn.Linear(6, 8), None, memory_plan="xla", verify=8), nn.Linear(8, 3)
+    for step in range(8):
+        result = model(noise(step, 32, 6))
+        logits = back(result - result.mean(0))
+        (logits - noise(-step - 1, 32, 3)).pow(2).mean().backward()
+    assert model.bias.grad.abs().max() < 1e-6
