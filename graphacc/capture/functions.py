@@ -258,6 +258,35 @@ def _keeps_no_gradient(*args, **kwargs):
     raise CaptureError("the forward calls retain_grad(), and a program does not keep the gradient of what it computes inside: return the tensor, and let the loop call retain_grad() on the result")
 
 
+class _ProductOfExperts(torch.autograd.Function):
+    """transformers' grouped product with a backward of products; before 5.18 its own asks how many rows each expert has."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return torch.ops.transformers.grouped_mm_fallback.default(rows, weight, offsets)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, offsets = ctx.saved_tensors
+        grad_rows = torch.ops.transformers.grouped_mm_fallback.default(grad, weight.mT, offsets)
+        return grad_rows, torch.ops.graphacc.grouped_mm_weight_grad(rows, grad, offsets.int()), None
+
+
+def _product_of_experts(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return typing.cast(Tensor, _ProductOfExperts.apply(input, weight, offs))
+
+
+def _of_transformers(func: object) -> Callable | None:
+    """What stands for an operator of transformers."""
+    is_product = getattr(func, "_qualified_op_name", "") == "transformers::grouped_mm_fallback"
+    return _product_of_experts if is_product and not _has_backward() else None
+
+
+def _has_backward() -> bool:
+    return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+
+
 class WrittenOut(TorchFunctionMode):
     """Calls the functions of this module in place of torch's."""
 
@@ -269,7 +298,7 @@ class WrittenOut(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
             raise CaptureError(f"the forward gives {getattr(func, '__name__', func)} a generator of its own, and a program draws other numbers in every step: draw with torch's default one, or outside of the model and pass the numbers in")
-        function = _WRITTEN_OUT.get(func) or self._recurrent.replacement(func, args, kwargs) or func
+        function = _WRITTEN_OUT.get(func) or _of_transformers(func) or self._recurrent.replacement(func, args, kwargs) or func
         return function(*args, **kwargs)
 
 

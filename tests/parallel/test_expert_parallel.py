@@ -7,6 +7,7 @@ from selection import with_matrix
 from training import batches_of, check_parity, compiled, train
 
 from graphacc import P
+from graphacc.capture import functions
 from graphacc.errors import StrategyError
 from graphacc.report import communication
 
@@ -65,3 +66,10 @@ def test_a_model_without_experts():
     model = compiled(model, "ep=2")
     with pytest.raises(StrategyError, match="ep=2 spreads experts over devices, but no grouped product"):
         train(model, [batch])
+
+
+def test_experts_of_an_older_transformers_are_captured(monkeypatch):
+    """Whose grouped product has a backward that asks how many rows each expert has, and is no operator."""
+    monkeypatch.setattr(functions, "_has_backward", lambda: False)
+    model = check_parity("mixtral", "ep=4")
+    assert not model._graphacc_engine.by_pytorch.counts
