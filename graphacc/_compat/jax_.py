@@ -124,7 +124,7 @@ def _described_gpu() -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def _cuda_devices() -> list[jax.Device]:
+def _cuda_devices() -> list:
     """This process' CUDA devices; none before JAX has started them."""
     if not has(probes.BACKENDS):
         return []

@@ -202,10 +202,9 @@ PALLAS_MOSAIC = Feature(
     without="the kernels for Triton do it, which take 1.2 times as long",
     apis=(
         "jax.experimental.pallas:run_scoped",
-        "jax.experimental.pallas:loop",
         *(
             f"jax.experimental.pallas.mosaic_gpu:{name}"
-            for name in ("kernel", "nd_loop", "planar_snake", "Barrier", "ACC", "wgmma", "copy_gmem_to_smem", "copy_smem_to_gmem")
+            for name in ("kernel", "nd_loop", "planar_snake", "Barrier", "WGMMAAccumulatorRef", "wgmma", "copy_gmem_to_smem", "copy_smem_to_gmem")
         ),
     ),
 )

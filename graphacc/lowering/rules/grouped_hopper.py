@@ -17,6 +17,7 @@ Legend: S rows, G groups, K and N the sizes of the products.
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -86,14 +87,13 @@ def _over_tiles(blocks: Blocks, dtype, factors, stored, count, steps_of, copies,
     )
     def _(ring, filled, read, stored):
         warpgroup = lax.axis_index("warpgroup")
-        over_tiles = functools.partial(plgpu.nd_loop, (count,), collective_axes="core", init_carry=jnp.int32(0))
 
         @pl.when(warpgroup == LOADS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
 
-            @over_tiles()
-            def filled_so_far(told, carry):
+            @plgpu.nd_loop((count,), collective_axes="core", init_carry=jnp.int32(0))
+            def so_far(told, carry):
                 (tile,) = told.index
                 sources = copies(tile)
 
@@ -106,20 +106,22 @@ def _over_tiles(blocks: Blocks, dtype, factors, stored, count, steps_of, copies,
 
                 return lax.fori_loop(jnp.int32(0), steps_of(tile), step, carry)
 
-            @pl.loop(lax.max(filled_so_far - stages, jnp.int32(0)), filled_so_far)
-            def _(done):
+            def wait(done, _):
                 plgpu.barrier_wait(read.at[lax.rem(done, stages)])
+
+            copied = typing.cast(jax.Array, so_far)
+            lax.fori_loop(lax.max(copied - stages, jnp.int32(0)), copied, wait, None)  # nothing is on its way to this block's barriers when it ends
 
         @pl.when(warpgroup != LOADS)
         def _():
             plgpu.set_max_registers(232, action="increase")
 
-            @over_tiles()
+            @plgpu.nd_loop((count,), collective_axes="core", init_carry=jnp.int32(0))
             def _(told, carry):
                 (tile,) = told.index
                 steps = steps_of(tile)
 
-                @functools.partial(pl.run_scoped, sums=plgpu.ACC((EDGE, blocks.columns), jnp.float32))
+                @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((EDGE, blocks.columns), jnp.float32))
                 def found(sums):
                     def release(done):
                         plgpu.barrier_arrive(read.at[lax.rem(done, stages)])

@@ -228,7 +228,8 @@ def _kernels_of_groups(left, right, groups: int):
     if name != "float32" and (compat.cuda_capability() or (9, 0))[0] == 9 and compat.has_mosaic_kernels():
         from graphacc.lowering.rules import grouped_hopper
 
-        if grouped_hopper.takes(*left.shape, right.shape[-1], groups):
+        rows, depth = left.shape
+        if grouped_hopper.takes(rows, depth, right.shape[-1], groups):
             return grouped_hopper.grouped, grouped_hopper.grouped_outer
     if not compat.has_triton_kernels():
         return None
