@@ -259,7 +259,7 @@ def _keeps_no_gradient(*args, **kwargs):
 
 
 class _ProductOfExperts(torch.autograd.Function):
-    """transformers' grouped product with a backward of products; before 5.18 its own asks how many rows each expert has."""
+    """transformers' grouped product with a backward of products; in older releases (5.17) its own asks how many rows each expert has."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
