@@ -12,7 +12,7 @@ import jax
 import torch
 
 from graphacc.errors import GraphError
-from graphacc.graph import Input, Kind, Output
+from graphacc.graph import Input, Kind, Output, stands_for
 
 Key = tuple[Kind, str]
 
@@ -85,7 +85,7 @@ def joined(first: HloStep, second: HloStep) -> HloStep:
     else to the input of `first`, else it is an input of the whole. Gradients that `first` gives become links.
 
     Raises:
-        GraphError: `second` reads a tensor of another shape or dtype than `first` has.
+        GraphError: `second` reads a tensor of another shape, or one that is no value of the user of another dtype, than `first` has.
     """
     known = {key_of(item): item for item in (*first.inputs, *first.outputs)}
     _check_wiring(known, second)
@@ -100,7 +100,8 @@ def joined(first: HloStep, second: HloStep) -> HloStep:
         results = first.function(arrays[: len(first.inputs)], support)
         made = {key_of(out): value for out, value in zip(first.outputs, results) if out.kind is not Kind.BUFFER}
         env |= {key: support.constrain(key, value) if key in linked else value for key, value in made.items()}
-        return [results[i] for i in kept] + list(second.function([env[key_of(item)] for item in second.inputs], support))
+        read = [_as_promised(env[key_of(item)], item) for item in second.inputs]
+        return [results[i] for i in kept] + list(second.function(read, support))
 
     return HloStep(
         function=function,
@@ -111,6 +112,11 @@ def joined(first: HloStep, second: HloStep) -> HloStep:
         links=(*first.links, *links, *second.links),
         calls=(*first.calls, *second.calls),
     )
+
+
+def _as_promised(array: jax.Array, item: Input) -> jax.Array:
+    """A value of the user in the dtype that it was promised in (see `stands_for`)."""
+    return array.astype(str(item.dtype).removeprefix("torch.")) if item.kind is Kind.USER and item.dtype.is_floating_point else array
 
 
 def accumulating(joint: HloStep) -> HloStep:
@@ -146,7 +152,7 @@ def _as_input(out: Output) -> Input:
 def _check_wiring(known: dict[Key, Input | Output], second: HloStep) -> None:
     for item in second.inputs:
         source = known.get(key_of(item), item)
-        if (source.shape, source.dtype) != (item.shape, item.dtype):
+        if not stands_for(source, item):
             raise GraphError(
                 f"the second step reads {item.kind.value} {item.target!r} as {item.dtype}{list(item.shape)}, "
                 f"the first gives {source.dtype}{list(source.shape)}"

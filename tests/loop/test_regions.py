@@ -400,7 +400,8 @@ def test_several_calls_and_a_parameter_of_the_loop(loss, part, strategy):
     assert ("runs compiled, as a function of PyTorch's autograd" in model.explain()) == part
 
 
-def test_what_the_loop_does_behind_backward_reads_results_as_promised_in_bf16():
+@pytest.mark.parametrize("capture", ["fx", pytest.param("lazy", marks=pytest.mark.lazy)])
+def test_what_the_loop_does_behind_backward_reads_results_as_promised_in_bf16(capture):
     """The program gives logits in bf16, of which the loop was promised fp32: code in front of step() reads them so."""
 
     def train(model):
@@ -418,7 +419,7 @@ def test_what_the_loop_does_behind_backward_reads_results_as_promised_in_bf16():
 
     torch.manual_seed(0)
     reference = discriminator()
-    model = compiled(copy.deepcopy(reference), None, memory_plan="xla", precision="bf16", verify=3)
+    model = compiled(copy.deepcopy(reference), None, memory_plan="xla", precision="bf16", verify=3, capture=capture)
     assert train(model) == pytest.approx(train(reference), rel=0.02)
 
 
