@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define GACC_ABI_VERSION 7
+#define GACC_ABI_VERSION 8
 #define GACC_API extern "C" __attribute__((visibility("default")))
 
 enum gacc_dtype : int32_t { GACC_NONE = 0, GACC_F32 = 1, GACC_BF16 = 2, GACC_F16 = 3, GACC_F64 = 4 };

@@ -11,13 +11,6 @@
 namespace gacc {
 namespace {
 
-uint64_t mix(uint64_t x) {  // splitmix64
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-
 class Beam {
  public:
   Beam(const gacc_address_problem& problem, int64_t width, double bias, const int32_t* stop)

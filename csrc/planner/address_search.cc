@@ -1,6 +1,7 @@
-// Depth-first search over placements in order of offset, split wherever the unplaced items fall apart in time.
+// Depth-first search over placements, split wherever the unplaced items fall apart in time. What has failed once is not searched again.
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -12,8 +13,8 @@ namespace {
 
 class Search {
  public:
-  Search(const gacc_address_problem& problem, int64_t max_nodes, bool reorders, const int32_t* stop)
-      : state_(problem), max_nodes_(max_nodes), reorders_(reorders), stop_(stop) {}
+  Search(const gacc_address_problem& problem, int64_t max_nodes, gacc_address_rule rule, const int32_t* stop)
+      : state_(problem), weights_(rule == GACC_FAILING ? problem.num_sections : 0, 1.0), max_nodes_(max_nodes), rule_(rule), stop_(stop) {}
 
   int64_t run() {
     items_.resize(state_.num_items());
@@ -30,23 +31,38 @@ class Search {
   // Places items_[begin, end), which live within the sections [lo, hi). Where it returns false, the state is as before,
   // unless the search was stopped.
   bool solve(int lo, int hi, size_t begin, size_t end) {
+    const uint64_t key = state_.key(items_.data() + begin, items_.data() + end);
+    if (failed_.count(key) != 0) return false;
     const size_t start = state_.mark();
     while (true) {
       if (++nodes_ > max_nodes_ || __atomic_load_n(stop_, __ATOMIC_RELAXED)) {
         stopped_ = true;
         return false;
       }
-      const int item = state_.next(items_.data() + begin, items_.data() + end);
+      const int item = next(lo, hi, begin, end);
       if (item == -1) return true;
       if (item == -2) break;
       const size_t before = state_.mark();
-      if (state_.place(item) && solve_rest(item, lo, hi, begin, end)) return true;
+      if (note(state_.place(item)) && solve_rest(item, lo, hi, begin, end)) return true;
       if (stopped_) return false;
       state_.undo(before);
-      if (!state_.skip(item)) break;
+      if (!note(state_.skip(item))) break;
     }
     state_.undo(start);
+    failed_.insert(key);
     return false;
+  }
+
+  int next(int lo, int hi, size_t begin, size_t end) const {
+    const int *first = items_.data() + begin, *last = items_.data() + end;
+    if (rule_ == GACC_LOWEST || rule_ == GACC_RENEWED) return state_.next(first, last);
+    return state_.next_of_fewest(first, last, lo, hi, weights_.empty() ? nullptr : weights_.data());
+  }
+
+  // A section at which the search fails weighs more from then on (Boussemart et al., "Boosting systematic search by weighting constraints", 2004).
+  bool note(bool possible) {
+    if (!possible && !weights_.empty() && state_.failed_section() >= 0) weights_[state_.failed_section()] += 1;
+    return possible;
   }
 
   bool solve_rest(int placed, int lo, int hi, size_t begin, size_t end) {
@@ -75,7 +91,7 @@ class Search {
       for (size_t i = begin; i < end; ++i) {
         if (state_.first(items_[i]) >= from && state_.last(items_[i]) <= s) part.items.push_back(items_[i]);
       }
-      if (reorders_) reorder(part.items);
+      if (rule_ == GACC_RENEWED) reorder(part.items);
       if (!part.items.empty()) parts.push_back(std::move(part));
       from = s;
     }
@@ -100,8 +116,10 @@ class Search {
 
   AddressState state_;
   std::vector<int> items_;  // a stack of the item lists of the calls in progress
+  std::unordered_set<uint64_t> failed_;  // keys of states without a solution
+  std::vector<double> weights_;          // per section: 1 + failures; empty: not counted
   int64_t max_nodes_, nodes_ = 0;
-  bool reorders_;
+  gacc_address_rule rule_;
   const int32_t* stop_;
   bool stopped_ = false;
 };
@@ -109,10 +127,10 @@ class Search {
 }  // namespace
 }  // namespace gacc
 
-int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, int32_t reorders, const int32_t* stop,
+int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, gacc_address_rule rule, const int32_t* stop,
                             int64_t* offsets, gacc_address_result* result) {
   if (problem->num_items <= 0) return gacc::fail("num_items is %ld, expected at least 1", static_cast<long>(problem->num_items));
-  gacc::Search search(*problem, max_nodes, reorders != 0, stop);
+  gacc::Search search(*problem, max_nodes, rule, stop);
   result->outcome = search.run();
   result->nodes = search.nodes();
   if (result->outcome == GACC_FOUND) {

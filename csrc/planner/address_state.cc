@@ -7,10 +7,17 @@ namespace gacc {
 namespace {
 constexpr int64_t kInfinity = std::numeric_limits<int64_t>::max();
 
-int64_t pair_of(int first, int second) { return static_cast<int64_t>(second) << 32 | static_cast<uint32_t>(first); }
+int64_t pair_of(int first, int second) { return static_cast<int64_t>(static_cast<uint64_t>(second) << 32 | static_cast<uint32_t>(first)); }
 int first_of(int64_t pair) { return static_cast<int32_t>(pair); }
 int second_of(int64_t pair) { return static_cast<int32_t>(pair >> 32); }
 }  // namespace
+
+uint64_t mix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
 
 AddressState::AddressState(const gacc_address_problem& problem) {
   const int n = static_cast<int>(problem.num_items), sections = static_cast<int>(problem.num_sections);
@@ -69,6 +76,44 @@ int AddressState::next(const int* begin, const int* end) const {
   return best >= 0 && deadline <= lowest ? -2 : best;
 }
 
+int AddressState::next_of_fewest(const int* begin, const int* end, int lo, int hi, const double* weights) const {
+  for (const int* it = begin; it != end; ++it) {
+    if (!placed_[*it] && deadline_[*it] >= 0 && !can_be_held_up(*it)) return -2;
+  }
+  int best = -1;
+  double fewest = std::numeric_limits<double>::infinity();
+  int64_t least_slack = kInfinity;
+  for (int s = lo; s < hi && fewest > 0; ++s) {
+    const int64_t latest = capacity_[s] - rest_[s];
+    int others = -1, lowest = -1;
+    for (int i : members_[s]) {
+      if (placed_[i] || lowest_[i] > latest) continue;
+      if (lowest < 0 || lowest_[i] < lowest_[lowest]) lowest = i;
+      ++others;
+    }
+    if (lowest < 0) continue;
+    const double count = weights == nullptr ? others : others / weights[s];
+    const int64_t slack = latest - lowest_[lowest];
+    if (count > fewest || (count == fewest && slack >= least_slack)) continue;
+    fewest = count;
+    least_slack = slack;
+    best = lowest;
+  }
+  for (int below = best; below >= 0;) {
+    best = below;
+    below = -1;
+    for (int j : neighbours_[best]) {
+      if (!placed_[j] && lowest_[j] + items_[j].size <= lowest_[best] && (below < 0 || lowest_[j] < lowest_[below])) below = j;
+    }
+  }
+  return best;
+}
+
+bool AddressState::can_be_held_up(int item) const {
+  const std::vector<int>& others = neighbours_[item];
+  return std::any_of(others.begin(), others.end(), [&](int j) { return !placed_[j] && lowest_[j] < deadline_[item]; });
+}
+
 bool AddressState::place(int item) {
   const int64_t end = lowest_[item] + items_[item].size;
   placed_[item] = 1;
@@ -81,7 +126,7 @@ bool AddressState::place(int item) {
   bool possible = true;
   for (int j : neighbours_[item]) {
     if (placed_[j]) continue;
-    if (deadline_[j] >= 0) {
+    if (deadline_[j] > lowest_[item]) {
       trail_.push_back({Kind::kDeadline, j, deadline_[j]});
       deadline_[j] = -1;
     }
@@ -137,6 +182,7 @@ void AddressState::touch(int section) {
 
 bool AddressState::infer() {
   bool possible = true;
+  failed_section_ = -1;
   for (size_t head = 0; head < touched_.size(); ++head) {
     const int section = touched_[head];
     is_touched_[section] = 0;
@@ -172,7 +218,10 @@ bool AddressState::infer_section(int section) {
     floor_[section] = lowest;
   }
   const int64_t latest = capacity_[section] - rest_[section];
-  if (lowest > latest) return false;
+  if (lowest > latest) {
+    failed_section_ = section;
+    return false;
+  }
   if (second <= latest || second == kInfinity) return true;
   bool possible = true;
   for (int i : members_[section]) {
@@ -224,6 +273,14 @@ double AddressState::waste(const std::vector<double>& weights) const {
     if (rest_[s] > 0) waste += weights[s] * static_cast<double>(floor_[s] - load_[s] + rest_[s]);
   }
   return waste;
+}
+
+uint64_t AddressState::key(const int* begin, const int* end) const {
+  uint64_t key = 0;
+  for (const int* it = begin; it != end; ++it) {
+    if (!placed_[*it]) key += mix(mix(mix(static_cast<uint64_t>(*it)) + static_cast<uint64_t>(lowest_[*it])) + static_cast<uint64_t>(deadline_[*it] + 1));
+  }
+  return key;
 }
 
 uint64_t AddressState::hash(const std::vector<uint64_t>& keys) const {

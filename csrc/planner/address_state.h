@@ -27,6 +27,9 @@ class AddressState {
   bool start();
   // The unplaced item of the list that is to be decided next, -1 if all are placed, or -2 if there is no solution.
   int next(const int* begin, const int* end) const;
+  // The same for a list of all items that live within the sections [lo, hi): the lowest of the section of which the fewest items can
+  // be the lowest unplaced one, or what can lie below it. `weights`: per section, counts are divided by them; null: by 1.
+  int next_of_fewest(const int* begin, const int* end, int lo, int hi, const double* weights) const;
   // Gives the item its lowest offset. False: no solution follows.
   bool place(int item);
   // Decides that the item lies above its lowest offset. False: no solution follows.
@@ -42,6 +45,10 @@ class AddressState {
   };
   void save(Snapshot& snapshot) const;
   void restore(const Snapshot& snapshot);
+  // Of the unplaced items of a list and what is known of them: what is left to decide.
+  uint64_t key(const int* begin, const int* end) const;
+  // The section at which the last inference failed, or -1.
+  int failed_section() const { return failed_section_; }
   double waste(const std::vector<double>& weights) const;
   uint64_t hash(const std::vector<uint64_t>& keys) const;
   int64_t slack(int section) const { return capacity_[section] - load_[section]; }
@@ -59,6 +66,7 @@ class AddressState {
     int64_t before;
   };
 
+  bool can_be_held_up(int item) const;
   bool raise(int item, int64_t offset);
   bool infer();
   bool infer_section(int section);
@@ -81,6 +89,9 @@ class AddressState {
   std::vector<Change> trail_;
   std::vector<int> touched_;
   std::vector<char> is_touched_;
+  int failed_section_ = -1;
 };
+
+uint64_t mix(uint64_t x);  // splitmix64
 
 }  // namespace gacc

@@ -17,6 +17,14 @@ struct gacc_address_problem {
   const int64_t* capacity;  // per section: the items of the section end at or below it
 };
 
+// Which item a search decides next, of those that nothing unplaced can lie below.
+enum gacc_address_rule : int32_t {
+  GACC_LOWEST = 0,    // the lowest, the smaller index of equals
+  GACC_RENEWED = 1,   // the same; where the problem splits, items of the sections with the most left to place come first in each part
+  GACC_FEWEST = 2,    // the lowest of the section of which the fewest items can be the lowest
+  GACC_FAILING = 3,   // the same, sections at which the search has failed often before others
+};
+
 enum gacc_address_outcome : int64_t { GACC_FOUND = 0, GACC_IMPOSSIBLE = 1, GACC_STOPPED = 2 };
 
 struct gacc_address_result {
@@ -31,9 +39,8 @@ GACC_API int32_t gacc_address_skyline(const gacc_address_problem* problem, int64
 GACC_API int32_t gacc_address_settle(const gacc_address_problem* problem, int64_t* offsets);
 
 // Depth-first search for offsets that respect top and capacity. GACC_IMPOSSIBLE is a proof that there are none.
-// Stops after max_nodes, or soon after *stop becomes other than 0. Where it splits, `reorders` puts the items of the sections
-// with the most left to place first, before the order of the indices.
-GACC_API int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, int32_t reorders, const int32_t* stop,
+// Stops after max_nodes, or soon after *stop becomes other than 0.
+GACC_API int32_t gacc_address_search(const gacc_address_problem* problem, int64_t max_nodes, gacc_address_rule rule, const int32_t* stop,
                                      int64_t* offsets, gacc_address_result* result);
 
 // The same by a beam of the `width` states with the least waste per level. A section's waste counts in inverse proportion

@@ -13,7 +13,7 @@ import graphacc
 from graphacc.errors import GraphAccError
 
 FILE_NAME = "libgraphacc_cpu.so"
-ABI_VERSION = 7
+ABI_VERSION = 8
 REMEDY = "run `pip install .` (or `pip install -e .` to develop) in the source tree"
 
 

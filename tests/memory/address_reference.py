@@ -3,9 +3,10 @@
 import itertools
 import random
 
+from graphacc.passes.memory.addresses.native import Rule
 from graphacc.passes.memory.problem import AddressProblem, LiveBuffer
 
-RULES = frozenset({"floor", "first", "support", "deadline", "parts"})
+RULES = frozenset({"floor", "first", "support", "deadline", "parts", "failed"})
 INFINITY = 1 << 62
 
 
@@ -111,12 +112,32 @@ class State:
             raise ValueError
         return best
 
+    def next_of_fewest(self, items) -> int | None:
+        """The same: the lowest item of the section of which the fewest items can be the lowest, or what can lie below it."""
+        unplaced = [i for i in items if not self.placed[i]]
+        if not unplaced:
+            return None
+        for i in unplaced:
+            if "deadline" in self.rules and self.deadline[i] >= 0 and not any(self.lowest[j] < self.deadline[i] for j in self.met[i] if not self.placed[j]):
+                raise ValueError
+        found = []
+        for s in self.sections:
+            rest = [i for i in self.rest(s) if i in items]
+            latest = self.capacity[s] - sum(self.size[i] for i in rest)
+            if able := [i for i in rest if self.lowest[i] <= latest]:
+                lowest = min(able, key=lambda i: self.lowest[i])
+                found.append((len(able), latest - self.lowest[lowest] if len(able) > 1 else 0, s, lowest))
+        best = min(found)[-1]
+        while below := [j for j in self.met[best] if not self.placed[j] and self.lowest[j] + self.size[j] <= self.lowest[best]]:
+            best = min(below, key=lambda j: self.lowest[j])
+        return best
+
     def place(self, item: int) -> bool:
         self.placed[item] = True
         possible = self.lowest[item] <= self.top[item] or self.fixed[item] >= 0
         for j in self.met[item]:
             if not self.placed[j]:
-                self.deadline[j] = -1
+                self.deadline[j] = -1 if self.deadline[j] > self.lowest[item] else self.deadline[j]
                 possible = self._raise(j, self.lowest[item] + self.size[item]) and possible
         return possible and self._infer()
 
@@ -173,8 +194,8 @@ class State:
 class Search:
     """`gacc_address_search`: depth first. TimeoutError beyond the number of nodes."""
 
-    def __init__(self, max_nodes: int = INFINITY, reorders: bool = False):
-        self.nodes, self.max_nodes, self.reorders = 0, max_nodes, reorders
+    def __init__(self, max_nodes: int = INFINITY, rule: Rule = Rule.LOWEST):
+        self.nodes, self.max_nodes, self.rule, self.failed = 0, max_nodes, rule, set()
 
     def run(self, state: State) -> list[int] | None:
         """Offsets by rank, or None."""
@@ -183,12 +204,21 @@ class Search:
         return self._parts(state, range(len(state.size)))
 
     def _solve(self, state: State, items) -> list[int] | None:
+        key = frozenset((i, state.lowest[i], state.deadline[i]) for i in items if not state.placed[i])
+        if "failed" in state.rules and key in self.failed:
+            return None
+        solved = self._decide(state, items)
+        if solved is None:
+            self.failed.add(key)
+        return solved
+
+    def _decide(self, state: State, items) -> list[int] | None:
         while True:
             self.nodes += 1
             if self.nodes >= self.max_nodes:
                 raise TimeoutError
             try:
-                item = state.next(items)
+                item = state.next_of_fewest(items) if self.rule is Rule.FEWEST else state.next(items)
             except ValueError:
                 return None
             if item is None:
@@ -210,7 +240,7 @@ class Search:
         cuts = [s for s in state.sections if "parts" in state.rules and not self._crosses(state, s)]
         in_time = sorted(items, key=lambda i: state.first[i])
         groups = itertools.groupby(in_time, key=lambda i: sum(cut <= state.first[i] for cut in cuts))
-        parts = [sorted(group, key=lambda i: (-state.largest_rest(i) if self.reorders else 0, i)) for _, group in groups]
+        parts = [sorted(group, key=lambda i: (-state.largest_rest(i) if self.rule is Rule.RENEWED else 0, i)) for _, group in groups]
         solution = state.lowest
         for part in sorted(parts, key=len):
             solved = self._solve(state.copy(), part)

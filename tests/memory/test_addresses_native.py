@@ -1,6 +1,7 @@
 """The C++ inner loops give what their plain Python forms give, and every rule of the search earns its keep."""
 
 import dataclasses
+import pathlib
 import random
 import time
 
@@ -9,12 +10,14 @@ import pytest
 from address_reference import RULES, Search, State, beam, cut_problem, filled_problem, random_problem
 
 from graphacc.passes.memory.addresses import native
-from graphacc.passes.memory.addresses.native import Outcome, StopFlag
+from graphacc.passes.memory.addresses.native import Outcome, Rule, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import pack
+from graphacc.passes.memory.csvfile import read_problem
 from graphacc.passes.memory.validate import check_addresses
 
 MANY = 10**9
+INSTANCES = pathlib.Path(__file__).parent / "instances"
 
 
 def _cases():
@@ -40,18 +43,49 @@ def _in_order(order, ranked):
     return offsets.tolist()
 
 
-@pytest.mark.parametrize("reorders", [False, True])
-def test_the_search_is_that_of_the_reference(reorders):
+@pytest.mark.parametrize("rule", [Rule.LOWEST, Rule.RENEWED, Rule.FEWEST])
+def test_the_search_is_that_of_the_reference(rule):
     outcomes = set()
     for packing, order, limits in _cases():
-        reference = Search(reorders=reorders)
+        reference = Search(rule=rule)
         expected = reference.run(State(packing, order, limits))
-        outcome, offsets, nodes = native.search(packing, order, limits, MANY, StopFlag(), reorders=reorders)
+        outcome, offsets, nodes = native.search(packing, order, limits, MANY, StopFlag(), rule=rule)
         assert nodes == reference.nodes
         assert outcome is (Outcome.IMPOSSIBLE if expected is None else Outcome.FOUND)
         assert expected is None or offsets.tolist() == _in_order(order, expected)
         outcomes.add(outcome)
     assert outcomes == {Outcome.FOUND, Outcome.IMPOSSIBLE}
+
+
+def test_every_rule_decides_alike():
+    decided = {}
+    for rule in Rule:
+        for i, (packing, order, limits) in enumerate(_cases()):
+            outcome, offsets, _ = native.search(packing, order, limits, MANY, StopFlag(), rule=rule)
+            assert decided.setdefault(i, outcome) is outcome
+            if offsets is not None:
+                assert (offsets <= limits[0]).all() or (packing.fixed >= 0).any()
+                assert _is_valid(packing, offsets, limits[1])
+    assert set(decided.values()) == {Outcome.FOUND, Outcome.IMPOSSIBLE}
+
+
+def _is_valid(packing, offsets, capacity):
+    """No two items of a section overlap, and all end below its capacity."""
+    for section in range(packing.num_sections):
+        inside = np.flatnonzero((packing.first <= section) & (packing.last > section))
+        inside = inside[np.argsort(offsets[inside], kind="stable")]
+        ends = offsets[inside] + packing.size[inside]
+        if (ends[:-1] > offsets[inside][1:]).any() or ends[-1] > capacity[section]:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", "ABCE")
+def test_where_few_fit_is_decided_first(name):
+    """Four of MiniMalloc's instances: a thousand nodes are more than enough so, and too few from the lowest item on."""
+    packing = pack(read_problem(INSTANCES / f"{name}.1048576.csv"))
+    outcomes = [native.search(packing, static_orders(packing)[0], packing.limits(1048576), 1000, StopFlag(), rule=rule)[0] for rule in Rule]
+    assert outcomes == [Outcome.STOPPED, Outcome.STOPPED, Outcome.FOUND, Outcome.FOUND]
 
 
 @pytest.mark.parametrize("width, bias", [(1, 1.0), (3, 0.01), (20, 0.01)])

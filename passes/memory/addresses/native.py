@@ -23,6 +23,15 @@ class Outcome(enum.IntEnum):
     STOPPED = 2
 
 
+class Rule(enum.IntEnum):
+    """Which item a search decides next, of those that nothing unplaced can lie below."""
+
+    LOWEST = 0  # the lowest; ties by the order
+    RENEWED = 1  # the same; where the problem falls apart, items of the sections with the most left to place come first in each part
+    FEWEST = 2  # the lowest of the section of which the fewest items can be the lowest
+    FAILING = 3  # the same, sections at which the search has failed often before others
+
+
 class StopFlag:
     """Ends the searches that were given it, from any thread."""
 
@@ -112,14 +121,11 @@ def _place(function: str, packing: Packing, order: np.ndarray) -> np.ndarray:
 
 
 def search(
-    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag, *, reorders: bool = False
+    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag, *, rule: Rule = Rule.LOWEST
 ) -> tuple[Outcome, np.ndarray | None, int]:
-    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes.
-
-    `reorders`: where the problem falls apart, items of the sections with the most left to place come first in each part.
-    """
+    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes."""
     call = _Call(packing, order, *limits)
-    args = (ctypes.c_int64(max_nodes), ctypes.c_int32(reorders), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
+    args = (ctypes.c_int64(max_nodes), ctypes.c_int32(rule), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
     library.call("gacc_address_search", call.problem, *args)
     return call.outcome()
 

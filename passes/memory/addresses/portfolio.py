@@ -1,9 +1,10 @@
 """Decides whether items fit a capacity, by searches and beams under many tie orders, on several threads.
 
 No tie order is good for all problems, and how long a search takes with one is heavy-tailed. So many short attempts are
-made: depth-first searches under perturbed orders, half of them with the order renewed in every part, their node limits by Luby's sequence ("Optimal
-speedup of Las Vegas algorithms", 1993), and beams that grow wider. Both kinds get the same share of the time: each finds what the other does not.
-What they have not decided after a moment goes to CP-SAT as well (`cp_sat`), for half of the time, which is one of two threads.
+made: depth-first searches under perturbed orders by the rules in turn, their node limits by Luby's sequence ("Optimal speedup of Las Vegas
+algorithms", 1993), and beams that grow wider. Each kind finds what the others do not; the searches that decide first where few items fit
+find the most, and get most of the time.
+What they have not decided after a moment goes to CP-SAT as well (`cp_sat`).
 """
 
 import concurrent.futures
@@ -12,16 +13,17 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from graphacc.passes.memory.addresses import cp_sat, native
-from graphacc.passes.memory.addresses.native import Outcome, StopFlag
+from graphacc.passes.memory.addresses.native import Outcome, Rule, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import Packing
 
-LUBY_NODES = 5_000
+LUBY_NODES = {Rule.LOWEST: 5_000, Rule.RENEWED: 5_000, Rule.FEWEST: 1_000, Rule.FAILING: 1_000}
+FEWEST_SHARE = 8  # of the time, against 1 for the other searches, 1 for beams and 2 for CP-SAT
 SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 BEAM_WIDTH, BEAM_GROWTH = 30, 3
 MAX_BEAM_CELLS = 2_000_000  # width * items; a cell costs about 70 bytes
@@ -46,7 +48,11 @@ class _Race:
         self.packing, self.limits, self.deadline, self.stop = packing, packing.limits(capacity), deadline, stop
         self.lock = threading.Lock()
         orders = static_orders(packing)
-        self.kinds = [_Kind(self._searches(orders, random.Random(seed))), _Kind(self._beams(orders, random.Random(seed)))]
+        self.kinds = [
+            _Kind(self._searches((Rule.FEWEST, Rule.FAILING), orders, random.Random(seed)), share=FEWEST_SHARE),
+            _Kind(self._searches((Rule.RENEWED, Rule.LOWEST), orders, random.Random(seed))),
+            _Kind(self._beams(orders, random.Random(seed))),
+        ]
         self.program = cp_sat.Attempts(packing, self.limits[0])
         if cp_sat.num_cells(packing) <= cp_sat.MAX_CELLS:
             self.kinds.append(_Kind(self._programs(orders, random.Random(seed)), share=2, after=CP_SAT_AFTER))
@@ -76,12 +82,12 @@ class _Race:
         self.stop.set()
         self.program.stop()
 
-    def _searches(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
-        for order, reorders in itertools.product(orders, (True, False)):
-            yield self._search(order, LUBY_NODES, reorders)
+    def _searches(self, rules: Sequence[Rule], orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+        for order, rule in itertools.product(orders, rules):
+            yield self._search(order, LUBY_NODES[rule], rule)
         for i in itertools.count():
-            order = perturbed(orders[i % len(orders)], rng.choice(SPREADS), rng)
-            yield self._search(order, LUBY_NODES * luby(i + 1), reorders=bool(i // len(orders) % 2))
+            rule = rules[i // len(orders) % len(rules)]
+            yield self._search(perturbed(orders[i % len(orders)], rng.choice(SPREADS), rng), LUBY_NODES[rule] * luby(i + 1), rule)
 
     def _beams(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
         width = BEAM_WIDTH
@@ -100,8 +106,8 @@ class _Race:
     def _program(self, order: np.ndarray, max_conflicts: int) -> Callable:
         return lambda: self.program.run(order, max_conflicts, self.deadline)
 
-    def _search(self, order: np.ndarray, max_nodes: int, reorders: bool) -> Callable:
-        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop, reorders=reorders)[:2]
+    def _search(self, order: np.ndarray, max_nodes: int, rule: Rule) -> Callable:
+        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop, rule=rule)[:2]
 
     def _beam(self, order: np.ndarray, width: int, bias: float) -> Callable:
         def attempt():
