@@ -76,6 +76,23 @@ def test_a_capacity_that_is_not_needed_whole_is_feasible_or_optimal():
     assert solve_addresses(dataclasses.replace(p, capacity=1024), seconds=30).status is Status.OPTIMAL
 
 
+@pytest.mark.parametrize("seed", [18, 29, 30, 35, 90])
+def test_that_nothing_fits_the_bound_says_nothing_about_the_capacity(seed):
+    """Searches that aim below the capacity prove nothing where they fail: these fit 17, not their largest live set, 16."""
+    packing = pack(filled_problem(random.Random(seed)))
+    for capacity, outcome in {16: native.Outcome.IMPOSSIBLE, 17: native.Outcome.FOUND, 18: native.Outcome.FOUND}.items():
+        assert portfolio.decide(packing, capacity, deadline=time.monotonic() + 60, threads=2).outcome is outcome
+    race = portfolio._Race(packing, 17, 0, time.monotonic() + 60, native.StopFlag())
+    attempt = race._search(portfolio.static_orders(packing)[0], 10**9, native.Rule.FEWEST, is_tight=True)
+    assert [attempt()[0], attempt()[0]] == [native.Outcome.STOPPED, native.Outcome.FOUND]  # from then on for the capacity
+
+
+def test_room_above_the_largest_live_set_makes_a_problem_no_harder():
+    """Cut without waste out of 0.9 % less than the capacity: found at the bound, in a moment."""
+    p = cut_problem(random.Random(3), num_buffers=300, height=1015)
+    assert solve_addresses(dataclasses.replace(p, capacity=1024), seconds=60).height <= 1024
+
+
 def test_out_of_time_is_neither_solved_nor_infeasible():
     p = dataclasses.replace(cut_problem(random.Random(5), num_buffers=700, height=1 << 20), capacity=1 << 20)
     start = time.monotonic()

@@ -3,7 +3,7 @@
 No tie order is good for all problems, and how long a search takes with one is heavy-tailed. So many short attempts are
 made: depth-first searches under perturbed orders by the rules in turn, their node limits by Luby's sequence ("Optimal speedup of Las Vegas
 algorithms", 1993), and beams that grow wider. Each kind finds what the others do not; the searches that decide first where few items fit
-find the most, and get most of the time.
+find the most, and get most of the time. Half of them aim below the capacity, at the bound: the less room is left, the sooner a mistake shows.
 What they have not decided after a moment goes to CP-SAT as well (`cp_sat`).
 """
 
@@ -23,7 +23,7 @@ from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import Packing
 
 LUBY_NODES = {Rule.LOWEST: 5_000, Rule.RENEWED: 5_000, Rule.FEWEST: 1_000, Rule.FAILING: 1_000}
-FEWEST_SHARE = 8  # of the time, against 1 for the other searches, 1 for beams and 2 for CP-SAT
+FEWEST_SHARE = 8  # of the time, against 1 for the other searches, 1 for beams and 2 for CP-SAT; half of it for the bound where that is below the capacity
 SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 BEAM_WIDTH, BEAM_GROWTH = 30, 3
 MAX_BEAM_CELLS = 2_000_000  # width * items; a cell costs about 70 bytes
@@ -46,10 +46,12 @@ class _Race:
 
     def __init__(self, packing: Packing, capacity: int, seed: int, deadline: float, stop: StopFlag):
         self.packing, self.limits, self.deadline, self.stop = packing, packing.limits(capacity), deadline, stop
+        self.tight_limits = packing.limits(packing.bound) if packing.bound < capacity else None  # None, too, once nothing fits them
         self.lock = threading.Lock()
         orders = static_orders(packing)
+        aims = (False,) if self.tight_limits is None else (False, True)
         self.kinds = [
-            _Kind(self._searches((Rule.FEWEST, Rule.FAILING), orders, random.Random(seed)), share=FEWEST_SHARE),
+            *(_Kind(self._searches((Rule.FEWEST, Rule.FAILING), orders, random.Random(seed + tight), tight), share=FEWEST_SHARE // len(aims)) for tight in aims),
             _Kind(self._searches((Rule.RENEWED, Rule.LOWEST), orders, random.Random(seed))),
             _Kind(self._beams(orders, random.Random(seed))),
         ]
@@ -82,12 +84,13 @@ class _Race:
         self.stop.set()
         self.program.stop()
 
-    def _searches(self, rules: Sequence[Rule], orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
+    def _searches(self, rules: Sequence[Rule], orders: list[np.ndarray], rng: random.Random, is_tight: bool = False) -> Iterator[Callable]:
+        """`is_tight`: for the bound, as long as something may fit it."""
         for order, rule in itertools.product(orders, rules):
-            yield self._search(order, LUBY_NODES[rule], rule)
+            yield self._search(order, LUBY_NODES[rule], rule, is_tight)
         for i in itertools.count():
             rule = rules[i // len(orders) % len(rules)]
-            yield self._search(perturbed(orders[i % len(orders)], rng.choice(SPREADS), rng), LUBY_NODES[rule] * luby(i + 1), rule)
+            yield self._search(perturbed(orders[i % len(orders)], rng.choice(SPREADS), rng), LUBY_NODES[rule] * luby(i + 1), rule, is_tight)
 
     def _beams(self, orders: list[np.ndarray], rng: random.Random) -> Iterator[Callable]:
         width = BEAM_WIDTH
@@ -106,8 +109,16 @@ class _Race:
     def _program(self, order: np.ndarray, max_conflicts: int) -> Callable:
         return lambda: self.program.run(order, max_conflicts, self.deadline)
 
-    def _search(self, order: np.ndarray, max_nodes: int, rule: Rule) -> Callable:
-        return lambda: native.search(self.packing, order, self.limits, max_nodes, self.stop, rule=rule)[:2]
+    def _search(self, order: np.ndarray, max_nodes: int, rule: Rule, is_tight: bool) -> Callable:
+        def attempt():
+            tight = self.tight_limits if is_tight else None
+            outcome, offsets, _ = native.search(self.packing, order, tight or self.limits, max_nodes, self.stop, rule=rule)
+            if tight is not None and outcome is Outcome.IMPOSSIBLE:
+                self.tight_limits = None
+                return Outcome.STOPPED, None
+            return outcome, offsets
+
+        return attempt
 
     def _beam(self, order: np.ndarray, width: int, bias: float) -> Callable:
         def attempt():
