@@ -1,10 +1,11 @@
 """Passes and their runner.
 
 A pass takes a StepGraph and gives one, in place or new. Its parameters are bound when the list of passes is built, and
-the runner knows no pass by name. After every pass the runner checks the graph and says which pass broke it.
+the runner knows no pass by name. After every pass that has rewritten something, and behind the last one, the runner checks the graph and says which pass broke it.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ class PassReport:
 def run_passes(
     step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False
 ) -> tuple[StepGraph, list[PassReport]]:
-    """Run `passes` in order, checking the graph after each.
+    """Run `passes` in order, checking the graph after each that has rewritten something, and at the end.
 
     Args:
         step: may be changed in place.
@@ -74,11 +75,21 @@ def run_passes(
     """
     shown = {item.name for item in passes} if debug is True else set(debug or ())
     select(passes, shown)
-    reports = []
+    reports: list[PassReport] = []
+    unchecked: list[str] = []  # passes that report no rewrite
     with collector.paused():
         for item in passes:
+            before = step.graph
             step, report = _run_one(step, item, item.name in shown)
             reports.append(report)
+            is_rewritten = report.rewrites > 0 or step.graph is not before or report.num_nodes[0] != report.num_nodes[1]
+            if is_rewritten or len(reports) == len(passes):
+                _check(step.verify, item, unchecked)
+                unchecked.clear()
+            else:
+                unchecked.append(item.name)
+            if item.verify is not None:
+                _check(functools.partial(item.verify, step), item, ())
     return step, reports
 
 
@@ -86,12 +97,10 @@ def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassR
     before, count = str(step.graph) if shown else None, len(step.graph.nodes)
     log, start = Log(), time.perf_counter()
     result = item.run(step, log)
-    seconds = time.perf_counter() - start
-    _check(result, item)
     report = PassReport(
         name=item.name,
         exact=item.exact,
-        seconds=seconds,
+        seconds=time.perf_counter() - start,
         rewrites=log.rewrites,
         num_nodes=(count, len(result.graph.nodes)),
         details=log.details,
@@ -101,13 +110,17 @@ def _run_one(step: StepGraph, item: Pass, shown: bool) -> tuple[StepGraph, PassR
     return result, report
 
 
-def _check(step: StepGraph, item: Pass) -> None:
+def _check(holds: Callable[[], None], item: Pass, unchecked: Sequence[str]) -> None:
+    """
+    Args:
+        holds: raises GraphError otherwise.
+        unchecked: the passes in front of `item` whose graph was not looked at.
+    """
     try:
-        step.verify()
-        if item.verify is not None:
-            item.verify(step)
+        holds()
     except GraphError as error:
-        raise GraphError(f"pass {item.name!r} broke the graph: {error}") from error
+        others = f", or one in front of it that reports no rewrite ({', '.join(map(repr, unchecked))})," if unchecked else ""
+        raise GraphError(f"pass {item.name!r}{others} broke the graph: {error}") from error
 
 
 def select(passes: Sequence[Pass], names: Iterable[str]) -> list[Pass]:

@@ -11,9 +11,10 @@ import pathlib
 import re
 import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from graphacc._compat import probes
@@ -327,7 +328,7 @@ def module_cost(module: bytes, compiled: jax.stages.Compiled) -> dict[str, float
 
 
 def can_find_by_graph() -> bool:
-    """Whether `settings`, `custom_calls` and `has_lifted_constants` work, and programs are kept at all."""
+    """Whether `settings`, `contents` and `has_lifted_constants` work, and programs are kept at all."""
     return has(probes.PROGRAMS_BY_GRAPH) and can_keep_programs()
 
 
@@ -339,19 +340,46 @@ def settings() -> tuple:
     return repr(of_thread), sorted((name, repr(value)) for name, value in jax.config.values.items())
 
 
-def custom_calls(lowered: jax.stages.Lowered) -> set[str]:
-    """The targets of a program's custom calls."""
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a lowered program has in it."""
+
+    custom_calls: frozenset[str]  # their targets
+    can_run_on_zeros: bool  # it has an end on any values, and no effects but its results
+
+
+def contents(lowered: jax.stages.Lowered) -> Contents:
+    """What a program has in it. A loop is not looked into: how often it runs may depend on values."""
     ir: typing.Any = importlib.import_module("jaxlib.mlir.ir")
-    found: set[str] = set()
+    calls, alone = set(), True
 
     def visit(operation):
+        nonlocal alone
         if operation.name == "stablehlo.custom_call":
-            found.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+            calls.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+            alone = alone and not ("has_side_effect" in operation.attributes and ir.BoolAttr(operation.attributes["has_side_effect"]).value)
+        alone = alone and operation.name not in _LOOPS_AND_EFFECTS
         return ir.WalkResult.ADVANCE
 
     module: typing.Any = lowered.compiler_ir("stablehlo")
     module.operation.walk(visit)
-    return found
+    return Contents(frozenset(calls), alone)
+
+
+_LOOPS_AND_EFFECTS = frozenset(f"stablehlo.{name}" for name in ("while", "infeed", "outfeed", "send", "recv"))
+
+
+def run_on_zeros(executable, forms: Sequence[tuple[Sequence[int], str]], device) -> None:
+    """Run an executable of one device on zeros, and wait for its end.
+
+    Args:
+        executable: a `LoadedExecutable`.
+        forms: of its inputs, (shape, dtype).
+        device: a `jax.Device`.
+    """
+    with x64():
+        arrays = jax.device_put([np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in forms], device)
+    executable.execute_sharded(arrays, with_tokens=True).consume_token().block_until_ready()
 
 
 def has_lifted_constants(lowered: jax.stages.Lowered) -> bool:

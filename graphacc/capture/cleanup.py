@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from graphacc.ops.facts import OpKind, of_kind
-from graphacc._compat.torch_ import fake_mode
+from graphacc._compat.torch_ import fake_mode, new_graph
 from graphacc.errors import CaptureError
 from graphacc.graph import CHECKPOINT, Phase
 
@@ -42,7 +42,7 @@ def rebuilt(
     _drop_ranges(module)
     _check_effects(module, phase, forward_of)
     module.graph.eliminate_dead_code()  # also what has no value, such as a gradient that was not asked for
-    graph = fx.Graph()
+    graph = new_graph()
     copies: dict[fx.Node, fx.Node] = {}
     old_placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     assert len(old_placeholders) == len(names), f"{len(old_placeholders)} placeholders for {len(names)} inputs"
@@ -63,7 +63,7 @@ def rebuilt(
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor, phase: Phase) -> fx.Node:
     node = graph.placeholder(name)
-    node.meta = {"val": value, "phase": phase, "module_path": "", "stack_trace": ""}
+    node.meta.update({"val": value, "phase": phase, "module_path": "", "stack_trace": ""})
     return node
 
 

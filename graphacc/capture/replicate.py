@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from graphacc._compat.torch_ import new_graph
 from graphacc.graph import Input, Kind, Output, StepGraph, copy_node
 from graphacc.ops.facts import OpKind, is_pointwise, of_kind
 
@@ -49,7 +50,7 @@ def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapp
         shapes: parameter -> its shape, which may differ from that of its representative where `step` is elementwise (`is_elementwise`).
         joins_numbers: numbers of the state are equal for all parameters with one representative (see `_common_numbers`).
     """
-    graph = fx.Graph()
+    graph = new_graph()
     common = _common_numbers(step) if joins_numbers else frozenset()
     owners = _owners(step, common)
     names = fx.graph._Namespace()
@@ -78,7 +79,7 @@ def replicated(step: StepGraph, representatives: Mapping[str, str], shapes: Mapp
         for item, node, name in _assigned(step.inputs, step.placeholders, kind, representatives, owners):
             target = name + item.target.removeprefix(owner(item)) if name else item.target
             copy = graph.placeholder(names.create_name(f"{kind.value}_{target}", None))
-            copy.meta = dict(node.meta)
+            copy.meta.update(node.meta)
             copies[name, node] = reshape(copy, name)
             others_of = [other + item.target.removeprefix(owner(item)) for other in members[owner(item)][1:]] if item.target in common else ()
             inputs.append(dataclasses.replace(item, target=target, name=copy.name, shape=shape(name, item.shape), aliases=(*item.aliases, *others_of)))

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import fx
 
+from graphacc._compat.torch_ import new_graph
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, StepGraph, copy_node, stands_for
 
@@ -37,7 +38,7 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
         GraphError: `second` reads a tensor of another shape, or another tensor of another dtype, than `first` has.
     """
     _check_wiring(first, second)
-    graph = fx.Graph()
+    graph = new_graph()
     inputs: list[Input] = []
     sources: dict[_Key, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
@@ -47,7 +48,7 @@ def joined(first: StepGraph, second: StepGraph) -> StepGraph:
         placeholders = dict(zip(map(_key, step.inputs), step.placeholders))
         for item in items:
             old = placeholders[_key(item)]
-            node = copies[old] = sources[_key(item)] = graph.node_copy(old)
+            node = copies[old] = sources[_key(item)] = copy_node(graph, old, copies.__getitem__)
             inputs.append(dataclasses.replace(item, name=node.name))
 
     _copy_calls(first, graph, copies)

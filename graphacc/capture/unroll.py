@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
+from graphacc._compat.torch_ import new_graph
 from graphacc.capture.equal_layers import Run
 from graphacc.errors import GraphError
 from graphacc.graph import CHECKPOINT, Checkpointed, Input, Kind, Output, Phase, StepGraph, copy_node
@@ -169,7 +170,7 @@ class _Unrolling:
     # ---- the whole graph
 
     def result(self) -> StepGraph:
-        self.graph = fx.Graph()
+        self.graph = new_graph()
         self.images: dict[fx.Node, fx.Node] = {}  # traced node -> its node in the whole graph
         self.copies: dict[tuple[str, int], fx.Node] = {}  # layer and place among the third's nodes -> its copy
         self.own_copies: dict[tuple[str, Kind, str], fx.Node] = {}
@@ -203,14 +204,14 @@ class _Unrolling:
             _require(key in self.own[third], f"{target} has nothing like it in {third}")
             model = self.own[third][key]
             node = self.own_copies[path, *key] = self.graph.placeholder(name)
-            node.meta = dict(model.meta)
+            node.meta.update(model.meta)
             found.append(dataclasses.replace(self.inputs[model], name=node.name, target=target, aliases=()))
             _require(not self.inputs[model].aliases, f"{target} has several names")
         return (*found, *(self._write_input(node, node.name) for node in traced.values()))
 
     def _write_input(self, node: fx.Node, name: str) -> Input:
         self.images[node] = copy = self.graph.placeholder(name)
-        copy.meta = dict(node.meta)
+        copy.meta.update(node.meta)
         return dataclasses.replace(self.inputs[node], name=copy.name)
 
     def _in_order(self) -> Iterator[fx.Node | tuple[str, int]]:

@@ -22,6 +22,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import operator
 import os
 import pathlib
@@ -30,6 +31,7 @@ import typing
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh
@@ -46,13 +48,16 @@ from graphacc.runtime.replan.loading import whole_module
 
 log = logging.getLogger("graphacc")
 
-FORMAT = 1
+FORMAT = 2
+
+MAX_TRIAL_BYTES = 256 * 2**20
+"""Inputs and temporaries of a program that runs on zeros while a step is captured (`Ahead`)."""
 
 MAX_AHEAD = 4
 """Programs of one run that the next one loads ahead: those of its first steps."""
 
 _VARIABLES = ("GRAPHACC_", "JAX_", "XLA_")
-_PLAIN = (int, bool, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset({int, bool, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _OWN_CALLS = "gacc_"
 _CALLS_OF_XLA = frozenset({"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"})
 
@@ -106,10 +111,11 @@ class Shortcut:
         Args:
             entry: its key in the cache.
         """
-        calls = compat.custom_calls(lowered)
-        ours = sorted(name for name in calls if name.startswith(_OWN_CALLS))
-        if self.key is not None and calls <= {*ours, *_CALLS_OF_XLA} and not compat.has_lifted_constants(lowered):
-            self._cache.put(self.key, json.dumps({"entry": entry, "calls": ours}).encode())
+        contents = compat.contents(lowered)
+        ours = sorted(name for name in contents.custom_calls if name.startswith(_OWN_CALLS))
+        if self.key is not None and contents.custom_calls <= {*ours, *_CALLS_OF_XLA} and not compat.has_lifted_constants(lowered):
+            inputs = [(info.shape, info.dtype.name) for info in jax.tree.leaves(lowered.args_info)] if contents.can_run_on_zeros else None
+            self._cache.put(self.key, json.dumps({"entry": entry, "calls": ours, "inputs": inputs}).encode())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,7 @@ class _Loaded:
     serialized: bytes
     note: str
     temp_bytes: int
+    inputs: list[tuple[list[int], str]] | None  # (shape, dtype); None: it is not to run on zeros
 
 
 def _load(cache: CompileCache, key: str, mesh: Mesh) -> _Loaded | None:
@@ -133,13 +140,26 @@ def _load(cache: CompileCache, key: str, mesh: Mesh) -> _Loaded | None:
     serialized = compat.cached_executable(packed)
     executable = compat.load_executable_on(serialized, mesh)
     temp_bytes = executable.get_compiled_memory_stats().temp_size_in_bytes if note else 0  # XLA goes through the whole program: not in the thread of a capture
-    return _Loaded(executable=executable, serialized=serialized, note=note.decode(), temp_bytes=temp_bytes)
+    return _Loaded(executable=executable, serialized=serialized, note=note.decode(), temp_bytes=temp_bytes, inputs=known["inputs"])
+
+
+def _try_on_zeros(loaded: _Loaded | None, mesh: Mesh) -> None:
+    """Run a small program of one CPU once, in vain: the first run is the slow one."""
+    device, *others = mesh.devices.flat
+    if loaded is None or loaded.inputs is None or device.platform != "cpu" or others:
+        return
+    num_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in loaded.inputs)
+    if num_bytes + loaded.temp_bytes <= MAX_TRIAL_BYTES:
+        compat.run_on_zeros(loaded.executable, loaded.inputs, device)
 
 
 class Ahead:
     """Loads, in a thread beside the capture of a step, what an earlier run that looked the same from outside has loaded or compiled.
 
     That is a guess, and decides nothing: a program is used where its own graph leads to it (`Shortcut.load`). An executable that was loaded in vain is let go.
+
+    The first of them also runs once on zeros, if it is small: XLA:CPU makes the kernels of its matrix products (YNNPACK) when a program runs for the first time, which took
+    0.65 s of the 0.8 s of a first step of 1,208 products. Programs of several devices do not: two of them at a time could wait for each other in their collectives.
     """
 
     def __init__(self, cache: CompileCache, looks: object, mesh: Mesh):
@@ -153,20 +173,31 @@ class Ahead:
         self._known = [(key, ids) for key, ids in _uses_in(cache.get(self._key)) if devices.keys() >= set(ids)]
         self._used: list[tuple[str, list[int]]] = []
         self._loads: dict[str, concurrent.futures.Future[_Loaded | None]] = {}
+        self._trials: list[concurrent.futures.Future[None]] = []
         if self._known:
             thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="graphacc-ahead")
             for key, ids in self._known:
-                self._loads[key] = thread.submit(_load, cache, key, Mesh(np.array([devices[each] for each in ids]), "devices"))
+                on = Mesh(np.array([devices[each] for each in ids]), "devices")
+                load = self._loads[key] = thread.submit(_load, cache, key, on)
+                if not self._trials:
+                    self._trials.append(thread.submit(lambda load=load, on=on: _try_on_zeros(load.result(), on)))
             thread.shutdown(wait=False)
 
     def take(self, key: str) -> _Loaded | None:
-        """The executable of a shortcut's key, if it was loaded ahead: waits for it. What was guessed before it is let go."""
+        """The executable of a shortcut's key, if it was loaded ahead: waits for it. No program runs on zeros behind this."""
         found = self._loads.pop(key, None)
         try:
+            self._end_trials()
             return None if found is None else found.result()
         except Exception as error:
             log.info("graphacc: a program is not loaded ahead: %s: %s", type(error).__name__, str(error).partition("\n")[0])
             return None
+
+    def _end_trials(self) -> None:
+        for trial in self._trials:
+            if not trial.cancel() and (error := trial.exception()) is not None:
+                log.info("graphacc: a program does not run on zeros: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        self._trials.clear()
 
     def note(self, key: str, mesh: Mesh) -> None:
         """This run uses the program of a shortcut's key, on all or some of its devices (those of a pipeline's stage)."""
@@ -224,7 +255,9 @@ def _key_of(lowered: jax.stages.Lowered, options: Mapping[str, typing.Any]) -> s
 def digest_of(step: StepGraph, mesh: Mesh) -> str | None:
     """A digest of all that lowering a graph for a mesh reads; None where that cannot be said."""
     try:
-        lines = [_line(node, number) for number, node in _numbered(step.graph)]
+        _check_rules(step.graph)
+        texts = _Lines(step.graph)
+        lines = [texts.of(node) for node in step.graph.nodes]
     except _Unknown as reason:
         log.debug("graphacc: a program is not found by its graph: %s", reason)
         return None
@@ -241,41 +274,50 @@ class _Unknown(Exception):
     pass
 
 
-Numbers = Mapping[fx.Node, int]
-
-
-def _numbered(graph: fx.Graph) -> list[tuple[Numbers, fx.Node]]:
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
-    targets = {node.target for node in numbers if node.op == "call_function"}
-    targets |= {target for node in numbers if (body := body_of(node)) is not None for target in body.targets}
+def _check_rules(graph: fx.Graph) -> None:
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    targets |= {target for node in graph.nodes if (body := body_of(node)) is not None for target in body.targets}
     foreign = {str(target) for target in targets - {operator.getitem}} - lowering.OWN_RULES
     if foreign:
         raise _Unknown(f"the rules of {sorted(foreign)} are not ours")
-    return [(numbers, node) for node in numbers]
 
 
-def _line(node: fx.Node, numbers: Numbers) -> str:
-    if node.op not in ("placeholder", "call_function", "output"):
-        raise _Unknown(f"{node.name} is a {node.op}")
-    target = node.target if node.op == "call_function" else node.op
-    arguments = (node.args, node.kwargs) if node.op != "placeholder" else ()
-    where = node.meta.get("module_path") or node.name
-    return f"{target} {_text(arguments, numbers)} {_form(node.meta.get('val'))} {where}"
+class _Lines:
+    """Nodes as text: their operands by number, in the order of the graph."""
 
+    def __init__(self, graph: fx.Graph):
+        self._numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+        self._forms: dict[int, str] = {}  # identity of a value, which nodes share -> its form
+        self._targets: dict[object, str] = {}
 
-def _text(value: typing.Any, numbers: Numbers) -> str:
-    if isinstance(value, fx.Node):
-        return f"%{numbers[value]}"
-    if type(value) in _PLAIN:
-        return repr(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        opening = "[" if isinstance(value, list) else "("
-        return opening + ",".join([_text(each, numbers) for each in value]) + ")"
-    if isinstance(value, dict):
-        return "{" + ",".join([f"{key!r}:{_text(each, numbers)}" for key, each in value.items()]) + "}"
-    if isinstance(value, slice):
-        return f"slice{_text((value.start, value.stop, value.step), numbers)}"
-    raise _Unknown(f"an argument is a {type(value).__name__}")
+    def of(self, node: fx.Node) -> str:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise _Unknown(f"{node.name} is a {node.op}")
+        target = node.target if node.op == "call_function" else node.op
+        text = self._targets.get(target)
+        if text is None:
+            text = self._targets[target] = str(target)
+        value = node.meta.get("val")
+        form = self._forms.get(id(value))
+        if form is None:
+            form = self._forms[id(value)] = _form(value)
+        arguments = f"({self._text(node.args)},{self._text(node.kwargs)})" if node.op != "placeholder" else "()"
+        return f"{text} {arguments} {form} {node.meta.get('module_path') or node.name}"
+
+    def _text(self, value: typing.Any) -> str:
+        kind = type(value)
+        if kind is fx.Node:
+            return self._numbers[value]
+        if kind in _PLAIN:
+            return repr(value)
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            parts = ",".join([self._text(each) for each in value])
+            return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+        if isinstance(value, dict):
+            return "{" + ",".join([f"{key!r}:{self._text(each)}" for key, each in value.items()]) + "}"
+        if isinstance(value, slice):
+            return f"slice{self._text((value.start, value.stop, value.step))}"
+        raise _Unknown(f"an argument is a {kind.__name__}")
 
 
 def _form(value: typing.Any) -> str:

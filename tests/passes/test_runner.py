@@ -59,6 +59,22 @@ def test_error_names_the_pass_that_broke_the_graph(broken, message):
         run_passes(_step(), [DEAD_CODE, broken])
 
 
+@pytest.mark.parametrize(
+    ("behind", "message"),
+    [
+        (["last"], r"pass 'last', or one in front of it that reports no rewrite \('first', 'drop-phase'\), broke the graph"),
+        (["rewriting", "last"], r"pass 'rewriting', or one in front of it that reports no rewrite \('first', 'drop-phase'\), broke the graph"),
+        (["last", "rewriting"], r"pass 'rewriting', or one in front of it that reports no rewrite \('first', 'drop-phase', 'last'\), broke the graph"),
+    ],
+)
+def test_passes_that_report_no_rewrite_are_checked_with_the_next_that_does(behind, message):
+    silent = {name: Pass(name=name, exact=True, run=lambda step, log: step) for name in ("first", "last")}
+    passes = silent | {"rewriting": Pass(name="rewriting", exact=True, run=lambda step, log: log.rewrote() or step)}
+    breaking = Pass(name="drop-phase", exact=True, run=_drop_phase)
+    with pytest.raises(GraphError, match=f"{message}: node 'add' .* has no phase"):
+        run_passes(_step(), [passes["first"], breaking, *map(passes.__getitem__, behind)])
+
+
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(StrategyError, match="no pass 'dead' in this pipeline: choose out of dead-code, common-subexpressions"):
         run_passes(_step(), [DEAD_CODE, COMMON_SUBEXPRESSIONS], debug=["dead"])

@@ -102,7 +102,7 @@ def shared_case(name: str) -> tuple[Case, list[torch.Tensor], list[torch.Tensor]
 
 def partitioned(step: StepGraph, strategy: str) -> tuple[StepGraph, list[PartitionReport]]:
     chosen = Strategy.parse(strategy)
-    result, reports = run_passes(step, build_pipeline(step, chosen, batch_dims=default_batch_dims(step)))
+    result, reports = run_passes(step.copy(), build_pipeline(step, chosen, batch_dims=default_batch_dims(step)))
     return result, [report.details for report in reports if isinstance(report.details, PartitionReport)]
 
 

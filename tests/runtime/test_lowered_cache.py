@@ -1,5 +1,6 @@
 """Programs that are found by their graphs: the same program without lowering, and another digest for whatever lowering reads."""
 
+import concurrent.futures
 import dataclasses
 import threading
 
@@ -235,6 +236,80 @@ def test_a_wrong_guess_changes_nothing(tmp_path, lowerings, loads):
     loads.clear()
     built_ahead(sgd_step(1, 1), tmp_path, looks="another run")
     assert [name.startswith("graphacc-ahead") for name in loads] == [False], "nothing is known of it"
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The programs that run on zeros: their number of inputs, and the thread."""
+    found: list[tuple[int, str]] = []
+    run = compat.run_on_zeros
+
+    def noted(executable, forms, device):
+        run(executable, forms, device)
+        found.append((len(forms), threading.current_thread().name.partition("_")[0]))
+
+    monkeypatch.setattr(compat, "run_on_zeros", noted)
+    return found
+
+
+def waited_for(ahead: lowered_cache.Ahead) -> lowered_cache.Ahead:
+    """What it has begun is done: behind this nothing is cancelled."""
+    concurrent.futures.wait([*ahead._loads.values(), *ahead._trials])
+    return ahead
+
+
+def test_a_program_that_is_loaded_ahead_runs_on_zeros_first(tmp_path, trials):
+    expected = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
+    assert not trials, "nothing is known yet"
+    ahead = waited_for(program_module.look_ahead(tmp_path, "a run", mesh_of()))
+    assert trials == [(len(sgd_step(1, 1).inputs), "graphacc-ahead")]
+    found = ran(Program.build(sgd_step(1, 1), mesh_of(), cache_dir=tmp_path, ahead=ahead), mesh_of())
+    assert all(map(torch.equal, found, expected)) and len(trials) == 1
+
+
+def test_a_program_that_fails_on_zeros_is_loaded_all_the_same(tmp_path, monkeypatch, lowerings, loads):
+    def fail(*given):
+        raise RuntimeError("a row of zeros")
+
+    expected = ran(built_ahead(sgd_step(1, 1), tmp_path), mesh_of())
+    loads.clear()
+    monkeypatch.setattr(compat, "run_on_zeros", fail)
+    ahead = waited_for(program_module.look_ahead(tmp_path, "a run", mesh_of()))
+    found = ran(Program.build(sgd_step(1, 1), mesh_of(), cache_dir=tmp_path, ahead=ahead), mesh_of())
+    assert all(map(torch.equal, found, expected)) and len(lowerings) == 1 and len(loads) == 1
+
+
+def gcd_step() -> StepGraph:
+    """A program with a loop that ends when the values say so."""
+    return make_step(torch.gcd, [an_input(Kind.BATCH, name, (4,), torch.int64) for name in "xy"], [an_output(Kind.USER, "0", (4,), torch.int64)])
+
+
+@pytest.mark.parametrize("name", ["a loop", "several devices", "a large program"])
+def test_programs_that_do_not_run_on_zeros(name, tmp_path, trials, loads, monkeypatch):
+    step, ranks = {"a loop": (gcd_step(), 1), "several devices": (mlp_step(8), 8), "a large program": (sgd_step(1, 1), 1)}[name]
+    if name == "a large program":
+        monkeypatch.setattr(lowered_cache, "MAX_TRIAL_BYTES", 4 * 16 * 8)
+    built_ahead(step, tmp_path, ranks=ranks, memory_plan="xla")
+    loads.clear()
+    waited_for(program_module.look_ahead(tmp_path, "a run", mesh_of(fsdp=ranks)))
+    assert len(loads) == 1 and not trials
+
+
+def test_what_a_program_has_in_it():
+    x = jax.ShapeDtypeStruct((4,), "float32")
+
+    def called(has_effect):
+        return lambda x: jax.ffi.ffi_call("some_call", x, has_side_effect=has_effect)(x)
+
+    cases = [
+        (lambda x: x + 1, set(), True),
+        (lambda x: jax.lax.while_loop(lambda y: (y > 0).any(), lambda y: y - 1, x), set(), False),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y - 1, x), set(), False),
+        (called(False), {"some_call"}, True),
+        (called(True), {"some_call"}, False),
+    ]
+    for function, calls, runs in cases:
+        assert compat.contents(jax.jit(function).lower(x)) == compat.Contents(frozenset(calls), runs)
 
 
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
