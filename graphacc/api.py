@@ -22,7 +22,7 @@ from graphacc.loop.on_torch_xla import OnTorchXla, run_on_torch_xla
 from graphacc.loop.optimizers import install_hooks
 from graphacc.loop.pipelined import class_of
 from graphacc.loop.verify import Report
-from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, distributed
+from graphacc.runtime import DEFAULT_PLAN_SECONDS, available_devices, check_memory_plan, default_platform, distributed
 from graphacc.search import Plan, Request, describe_parameter, first_strategy
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import Annotations, P, annotate, annotated, checked_spec, pinned_parameters
@@ -308,7 +308,9 @@ def _choose_strategy(
             )
         if precision is not None:
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
-        return first_strategy(request), Choice(request, is_asked=strategy is not None) if count > 1 else None
+        is_asked = strategy is not None
+        searches = count > 1 or (is_asked and default_platform() != "cpu")  # one device has rematerialisation and its host to choose
+        return first_strategy(request), Choice(request, is_asked=is_asked) if searches else None
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     if precision is not None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from graphacc._compat.random_state import kept_random_state
@@ -25,6 +25,9 @@ from graphacc.errors import CaptureError
 
 _PLAIN_PATH = {"foreach": False, "fused": False, "differentiable": False, "capturable": False}
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop)
+"""Optimizers whose update of an element depends on that element alone, so that a block can be updated without the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +107,23 @@ def with_numbers(group: dict, index: int, numbers: dict[str, object]) -> dict:
     return result
 
 
+def _stepping_class(optimizer: Optimizer) -> type[Optimizer]:
+    equivalent = getattr(optimizer, "functional_equivalent", None)
+    return type(optimizer) if equivalent is None else equivalent()
+
+
+def steps_like(optimizer: Optimizer, classes: Iterable[type[Optimizer]]) -> bool:
+    """Whether an optimizer's step is that of one of these classes."""
+    return inspect.unwrap(_stepping_class(optimizer).step) in {inspect.unwrap(known.step) for known in classes}
+
+
 def traceable_class(optimizer: Optimizer) -> type[Optimizer]:
     """The class whose ``step`` is traced in the place of the optimizer's.
 
     Raises:
         CaptureError: a step of that kind cannot be part of a captured step.
     """
-    found = type(optimizer)
-    if equivalent := getattr(optimizer, "functional_equivalent", None):
-        found = equivalent()
+    found = _stepping_class(optimizer)
     if issubclass(found, torch.optim.SparseAdam):
         raise CaptureError(
             "SparseAdam works on sparse gradients, which a captured step does not have: use torch.optim.Adam, or Adagrad"

@@ -27,6 +27,8 @@ steps of NVIDIA's on H100 with 14 % mean error, without fitting, and those of ot
 - latency: 4.4 us for a collective, 3.7 us for each step of a ring inside a host and 12.5 us for one between hosts, which give the same
   source's 8, 17 and 30 us for 2, 4, 8 ranks, and 70, 146, 297, 599, 1204 us for 2 to 32 hosts of 8, within 10 %.
 - TPU: both directions of one axis of the torus, about 1 us per hop, and the data-centre network (jax-ml/scaling-book, tpus.md).
+- to and from the host: 0.7 of PCIe 4 and 5 x16 (32 and 63 GB/s). The update: an eighth of 0.3 of the memory's peak of two sockets (16 channels: 410 GB/s with DDR4-3200, 614 with DDR5-4800). Both are
+  assumed, and of an update that nothing else slows: with DeepSpeed a LLaMA-7B on 8 A800s takes 17 to 20 s longer for it (a table in gist d4cd6a20ab4b95cb3a49491747e2139a), 2 s by these. TPUs' are not known.
 - reserve: 2 GiB for CUDA's context, NCCL and fragmentation, 0.25 GiB on TPU: assumed.
 """
 
@@ -136,6 +138,8 @@ class Hardware:
     collective_meetings: tuple[tuple[str, float], ...] = ()  # (collective, its `meeting_seconds`); those of all if left out
     reserve_bytes: int = 0  # of each device's memory, for what no program sees: context, communication buffers, fragmentation
     shared_cores: int = 0  # 0: every device has its own
+    host_link: float = 0.0  # bytes/s of each device to the memory of its host, and as many back, while all devices send; 0: not known
+    host_stream: float = 0.0  # bytes/s that the host's cores read and write in memory for each device, while they do for all; 0: not known
     source: str  # where the constants come from
     error: float  # relative: seconds are expected within ± so much
     error_source: str
@@ -148,7 +152,7 @@ class Hardware:
         if not _is_shares(self.collective_meetings, least=0.0):
             raise StrategyError(f"collective_meetings={self.collective_meetings!r} must be pairs (collective, seconds of at least 0)")
         object.__setattr__(self, "collective_meetings", tuple(map(tuple, self.collective_meetings)))
-        for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "error"):
+        for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "host_link", "host_stream", "error"):
             _check(self, field, "a number of at least 0", lambda x: x >= 0)
         if self.reserve_bytes >= self.chip.memory_bytes:
             raise StrategyError(f"reserve_bytes={self.reserve_bytes:,} leaves nothing of memory_bytes={self.chip.memory_bytes:,} of chip {self.chip.name!r}: lower it")
@@ -195,6 +199,17 @@ class Hardware:
         units = tuple(itertools.accumulate((level.size for level in self.levels), lambda x, y: x * y))
         axes = axis.split("+")
         return _group(tuple(mesh.values()), tuple(i for i, name in enumerate(mesh) if name in axes), units)
+
+    def host_update_seconds(self, *, gradient_bytes: float, parameter_bytes: float, update_bytes: float) -> float | None:
+        """Of an update on the host for one device (`Strategy.offload`): gradients come, the update reads and writes, parameters go, each as soon as it can.
+
+        Devices that share the host's cores do nothing meanwhile, and their messages are streams in the same memory. None: not known.
+        """
+        if self.shared_cores:
+            return (2 * gradient_bytes + 2 * parameter_bytes + update_bytes) / (self.chip.memory_bandwidth * self.chip.memory_efficiency)
+        if not self.host_link or not self.host_stream:
+            return None
+        return max(gradient_bytes / self.host_link, update_bytes / self.host_stream, parameter_bytes / self.host_link)
 
     def replace(self, **changes) -> "Hardware":
         """The same hardware with some fields changed."""
@@ -329,21 +344,24 @@ class Preset:
     reserve_bytes: int
     error: float
     error_source: str
+    host_link: float = 0.0
+    host_stream: float = 0.0
 
 
 _XLA_TABLE = ((256, 347 / 989), (512, 453 / 989), (1024, 539 / 989), (4096, 571 / 989), (16384, 794.5 / 989))
 _A100_TABLE = tuple((size, share * (271.2 / 312) / (794.5 / 989)) for size, share in _XLA_TABLE)
 _SYSTOLIC = ((8, 0.06), (128, 0.5), (512, 0.8), (1024, 0.9), (8192, 0.95))
 _ANY = 2**20  # hosts
+_PCIE_4, _PCIE_5 = (22e9, 15e9), (44e9, 25e9)  # `host_link`, `host_stream`: see above
 
 
-def _gpu(name, bf16, fp32, bandwidth, gib, inside: Level, nic, error=0.5, source="assumed: none of its steps were compared", table=_XLA_TABLE) -> Preset:
+def _gpu(name, bf16, fp32, bandwidth, gib, inside: Level, nic, error=0.5, source="assumed: none of its steps were compared", table=_XLA_TABLE, host=_PCIE_5) -> Preset:
     chip = Chip(
         name=name, fp32_flops=fp32 * 1e12, bf16_flops=bf16 * 1e12, memory_bandwidth=bandwidth * 1e9, memory_bytes=gib * _GIB,
         launch_seconds=5e-6, product_efficiency=table, memory_efficiency=0.8,
     )  # fmt: skip
     network = Level(name="network", size=_ANY, bandwidth=nic * 1e9, latency_seconds=12.5e-6)
-    return Preset(chip, (inside, network), 4.4e-6, 2 * _GIB, error, source)
+    return Preset(chip, (inside, network), 4.4e-6, 2 * _GIB, error, source, *host)
 
 
 def _nvlink(bandwidth: float, size: int = 8) -> Level:
@@ -390,9 +408,9 @@ PRESETS: dict[str, Preset] = {
     for preset in (
         _gpu("H100", 989, 67, 3350, 79, _nvlink(361), 48, 0.15, _H100_STEPS),
         _gpu("H200", 989, 67, 4800, 139, _nvlink(361), 48, 0.15, _H100_STEPS),
-        _gpu("A100-80", 312, 19.5, 2039, 79, _nvlink(235), 24, 0.25, _A100_STEPS, _A100_TABLE),
-        _gpu("A100-40", 312, 19.5, 1555, 39, _nvlink(235), 24, 0.25, _A100_STEPS, _A100_TABLE),
-        _gpu("L40S", 362, 91.6, 864, 44, Level(name="pcie", size=8, bandwidth=22e9, latency_seconds=6e-6), 24),
+        _gpu("A100-80", 312, 19.5, 2039, 79, _nvlink(235), 24, 0.25, _A100_STEPS, _A100_TABLE, _PCIE_4),
+        _gpu("A100-40", 312, 19.5, 1555, 39, _nvlink(235), 24, 0.25, _A100_STEPS, _A100_TABLE, _PCIE_4),
+        _gpu("L40S", 362, 91.6, 864, 44, Level(name="pcie", size=8, bandwidth=22e9, latency_seconds=6e-6), 24, host=_PCIE_4),
         _gpu("B200", 2250, 75, 8000, 178, _nvlink(722, size=72), 48),
         _tpu("TPUv4", 275, 1200, 30.75, 4096, ici=90, dcn=6.25),
         _tpu("TPUv5e", 197, 820, 15.75, 256, ici=90, dcn=3.125),
@@ -430,6 +448,8 @@ def _preset(text: str, name: str, counts: list[int]) -> Hardware:
         meeting_seconds=preset.meeting_seconds,
         reserve_bytes=preset.reserve_bytes,
         shared_cores=shared,
+        host_link=preset.host_link,
+        host_stream=preset.host_stream,
         source=_preset_source(name),
         error=preset.error,
         error_source=preset.error_source,

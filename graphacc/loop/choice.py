@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from graphacc.capture.optimizer import ELEMENTWISE, steps_like
 from graphacc.errors import StrategyError
 from graphacc.loop.pipelined import adopted
 from graphacc.graph import Kind, StepGraph
@@ -24,6 +25,13 @@ _REFUSED = "refused: "
 _IN_PARTS = "parts of the loop run as programs of their own, or by PyTorch"
 
 
+def _can_offload(engine: "Engine") -> bool:
+    """Whether the host can do the updates of this loop, as far as it is known: by optimizers that update every element by itself, of values that are on the host, too."""
+    if engine.verifier.remaining or any(handle.frees_host for handle in engine.handles.values()):
+        return False
+    return all(steps_like(binding.optimizer, ELEMENTWISE) for binding in engine.bindings)
+
+
 class Choice:
     """A search that is still to be made, and what came out.
 
@@ -40,7 +48,7 @@ class Choice:
         self.why_not = ""  # nothing is searched
         self._is_open = True
 
-    def _search(self, programs: "Programs", joint: StepGraph, update: StepGraph | None) -> str:
+    def _search(self, programs: "Programs", joint: StepGraph, update: StepGraph | None, *, offloads: bool) -> str:
         """The plan, or why there is none, as text for the other processes."""
         batch = {item.target for item in joint.inputs if item.kind is Kind.BATCH}
         try:
@@ -52,6 +60,7 @@ class Choice:
                 annotations=programs.annotations,
                 accumulates=update is None and programs.strategy.microbatches == 1,
                 microbatches=programs.strategy.microbatches,
+                offloads=offloads,
             )
             self.plan = search.run(self.request, with_pin_costs=False)
         except StrategyError as error:
@@ -86,7 +95,7 @@ class Choice:
             return self._keep(programs, why_not)
         assert isinstance(graph, StepGraph)
         with progress.activity("search"):
-            found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None))
+            found = share(lambda: self._search(programs, graph, step if isinstance(step, StepGraph) else None, offloads=_can_offload(engine)))
         if found.startswith(_REFUSED):
             if self.is_asked:
                 raise StrategyError(found.removeprefix(_REFUSED))

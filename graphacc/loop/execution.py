@@ -153,6 +153,9 @@ class Execution:
         captured = functools.cache(lambda backend: self._captured_update(binding, code, alike))
         update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
         self._choose(tape, update)
+        if not self.engine.programs.runs_whole_steps:  # the host is to do the update
+            self.run_update(tape, binding, names)
+            return
         aspects = {**self.forward_aspects(tape), "results": tuple(tape.outputs), **_update_aspects(binding, code, alike)}
         compiled = self.program("step", aspects, lambda: build.step_graph(self.joint(tape), update()))
         self._expect_apart(binding, names, aspects, compiled)

@@ -25,7 +25,7 @@ import torch
 from jax.sharding import Mesh
 from torch import Tensor, optim
 
-from graphacc.capture.optimizer import plain, run_step, stand_in, traceable_class
+from graphacc.capture.optimizer import ELEMENTWISE, plain, run_step, stand_in, steps_like
 from graphacc.errors import LoopError, StrategyError
 from graphacc.graph import Input, Kind, Output
 from graphacc.loop.managed import Handle, handle_of
@@ -39,9 +39,6 @@ from graphacc.runtime.layout import sharding
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
     from graphacc.loop.programs import Compiled, Programs
-
-_ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop)
-"""Optimizers whose update of an element depends on that element alone, so that a block can be updated without the others."""
 
 _ADAM = (optim.Adam, optim.AdamW)
 
@@ -201,21 +198,17 @@ def _groups(groups: Sequence[dict], blocks: Sequence[_Block]) -> list[dict]:
     return [group for group in found if group["params"]]
 
 
-def _own_step(optimizer_class: type[optim.Optimizer]):
-    return inspect.unwrap(optimizer_class.step)
-
-
 def is_adam(optimizer: optim.Optimizer) -> bool:
     """Whether `CPUAdam` does its update."""
-    return _own_step(traceable_class(optimizer)) in {_own_step(known) for known in _ADAM}
+    return steps_like(optimizer, _ADAM)
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
     """Raise StrategyError where blocks of a parameter cannot be updated by themselves."""
-    if _own_step(traceable_class(optimizer)) not in {_own_step(known) for known in _ELEMENTWISE}:
+    if not steps_like(optimizer, ELEMENTWISE):
         raise StrategyError(
             f"offload='optimizer' lets the host update every block of a parameter by itself, and {type(optimizer).__name__} is not known to update elements "
-            f"without looking at others: use one of torch.optim's {', '.join(known.__name__ for known in _ELEMENTWISE)}, or leave offload out"
+            f"without looking at others: use one of torch.optim's {', '.join(known.__name__ for known in ELEMENTWISE)}, or leave offload out"
         )
 
 

@@ -131,6 +131,19 @@ class Profile:
         found = self.composed(strategy, hardware)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
+    def _host_update_seconds(self, strategy: Strategy, hardware: Hardware, share: float) -> float:
+        """What a step waits for an update on the host, of which every rank has a share; 0 where the hardware does not say what that takes.
+
+        It begins when all gradients are there, as it does on GPUs; with `Strategy.delay` beside the next step's forward and backward.
+        """
+        trained = share * sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
+        back = trained / 2 if strategy.precision == "bf16" else trained
+        taken = hardware.host_update_seconds(gradient_bytes=trained, parameter_bytes=back, update_bytes=self.update_bytes * share)
+        if taken is None:
+            return 0.0
+        beside = strategy.microbatches * sum(self.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) if strategy.delay and not hardware.shared_cores else 0.0
+        return max(0.0, taken - beside)
+
     def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
         """With what `dp`, `fsdp` and `zero` add."""
         stage, ranks = strategy.zero_stage, strategy.fsdp
@@ -159,10 +172,11 @@ class Profile:
             parts = [size // ranks for size in gradients] if stage else gradients
             moved.append(_gradients(DP, "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
         share = 1 / ranks if stage else 1.0
+        narrow = 2 if strategy.precision == "bf16" else 1
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
         offloads = strategy.offload is not None
-        kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
+        kept_bytes = kept // narrow if offloads else kept
         seconds = dict(self.cost.seconds)
         seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
         for phase, size in _reordered_bytes(weights, strategy).items():
@@ -171,7 +185,7 @@ class Profile:
         return Composed(
             seconds=seconds,
             moved=tuple(moved),
-            update_seconds=0.0 if offloads else _stream_seconds(self.update_bytes * share, hardware),
+            update_seconds=self._host_update_seconds(strategy, hardware, share) if offloads else _stream_seconds(self.update_bytes * share, hardware),
             sizes={
                 "parameter_bytes": round(kept_bytes * (share if stage == 3 else 1.0)),
                 "state_bytes": 0 if offloads else round(state * share),

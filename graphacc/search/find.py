@@ -4,6 +4,7 @@
     2  profiles         the real passes for each (tp, cp, ep, local batch), on a graph in which equal layers are left out
     3  estimates        each candidate by arithmetic (`estimate.py`), in order of time; those that do not fit also with rematerialisation
     4  finalists        the real passes on the whole graph; the first ones that fit into the memory
+    5  offload          where none does, all of it again with the optimizer's state on the host, which takes nothing but arithmetic and finalists
 
 Profiles take nearly all of the time, so they are made in order of a lower bound, from small sizes of the model axes to large ones, until the
 bounds of all others are above a strategy that fits: what a profile computes and exchanges over its model axes (`Profile.floor`) bounds those
@@ -41,7 +42,7 @@ from graphacc.search.plan import Plan, Rival, size_text
 from graphacc.search.space import CHOSEN, MICROBATCHES, REMATS, Limits, Refusals, Request, candidates
 from graphacc.strategy.axes import CP, EP, PP, TP
 from graphacc.strategy.schedules import build_schedule
-from graphacc.strategy.spec import Strategy, field_text
+from graphacc.strategy.spec import OPTIMIZER, Strategy, field_text
 
 log = logging.getLogger("graphacc")
 
@@ -74,6 +75,7 @@ class Search:
         accumulates: gradients stay on the devices between programs, of which forward and backward are one, and the update another.
         microbatches: of how many equal parts of the batch `joint` has one.
         capture: gives the joint of another number of microbatches; None: there is none.
+        offloads: the host may have the optimizer's state where nothing else fits; for optimizers that update every element by itself.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class Search:
         accumulates: bool = False,
         microbatches: int = 1,
         capture: Callable[[int], StepGraph] | None = None,
+        offloads: bool = True,
     ):
         self.joint, self.update, self.hardware, self.accumulates = joint, update, hardware, accumulates
-        self.microbatches = microbatches
+        self.microbatches, self.offloads = microbatches, offloads
         self._is_cpu = hardware.shared_cores > 0
         self._joints = {microbatches: joint}
         self._capture = capture
@@ -183,23 +186,23 @@ class Search:
         Raises:
             StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
         """
-        limit = 0.0
-        while True:
-            refusals = Refusals()
-            ranked, limit, num_slower = self._ranked(request, refusals, limit)
-            finalists = self._finalists(ranked)
-            taken = min((estimate.seconds for _, estimate in finalists), default=math.inf)
-            if not num_slower or taken <= limit:
-                break
-            limit = taken  # the real passes do not confirm the estimate that others were left out for
+        ranked, finalists, num_slower, refusals = self._best(request)
         if not ranked:
             raise StrategyError(self._no_candidate(request, refusals))
         refused = [found for strategy, _ in ranked if isinstance(found := self._exact.get(strategy), str)]
         if len(refused) == len(ranked):
             raise StrategyError(self._no_candidate(request, Refusals(counts=dict(collections.Counter(refused)))))
+        num_here, here = len(ranked), min(ranked, key=lambda item: (self.needed(self._known(*item)), str(item[0])))
+        if not finalists and self._can_offload(request):
+            there, finalists, num_slower, _ = self._best(request.with_pin("offload", OPTIMIZER))
+            ranked = there if finalists else ranked + there
         if not finalists:
             raise StrategyError(self._infeasible(request, ranked))
         strategy, estimate = min(finalists, key=lambda item: item[1].seconds)
+        notes = self._notes(strategy, ranked)
+        if strategy.offload is not None and "offload" not in request.pins:
+            least = f"the least is {size_text(self.needed(self._known(*here)))} of {size_text(self.memory_bytes)} ({here[0] or 'one device'})"
+            notes = (f"offload: none of {num_here} strategies with the optimizer's state on the devices fits, {least}", *notes)
         return Plan(
             strategy=strategy,
             estimate=estimate,
@@ -214,8 +217,24 @@ class Search:
             tokens=_tokens(self.joint, self.batch_dims, self.microbatches),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
-            notes=self._notes(strategy, ranked),
+            notes=notes,
         )
+
+    def _best(self, request: Request) -> tuple[Ranking, Ranking, int, Refusals]:
+        """Candidates with their estimates; those that the real passes have evaluated, and that fit; how many others are slower; what was refused."""
+        limit = 0.0
+        while True:
+            refusals = Refusals()
+            ranked, limit, num_slower = self._ranked(request, refusals, limit)
+            finalists = self._finalists(ranked)
+            taken = min((estimate.seconds for _, estimate in finalists), default=math.inf)
+            if not num_slower or taken <= limit:
+                return ranked, finalists, num_slower, refusals
+            limit = taken  # the real passes do not confirm the estimate that others were left out for
+
+    def _can_offload(self, request: Request) -> bool:
+        """Whether the host may have the optimizer's state; that of CPU devices has no memory of its own."""
+        return "offload" not in request.pins and self.offloads and not self._is_cpu
 
     def plan_of(self, strategy: Strategy) -> Plan:
         """The plan of one strategy, which is not searched."""
@@ -362,9 +381,16 @@ class Search:
         best = self._best_that_fits(ranked)
         found = {}
         for name in (name for name in request.pins if name in CHOSEN):
-            free = self._best_that_fits(self._ranked(request.without(name), Refusals())[0])
+            free = self._fastest(request.without(name))
             if best is not None and free is not None:
                 found[f"{name}={field_text(request.pins[name])}"] = best / free - 1
+        return found
+
+    def _fastest(self, request: Request) -> float | None:
+        """Seconds of the fastest strategy of a request that fits, by estimates alone; None: none does."""
+        found = self._best_that_fits(self._ranked(request, Refusals())[0])
+        if found is None and self._can_offload(request):
+            found = self._best_that_fits(self._ranked(request.with_pin("offload", OPTIMIZER), Refusals())[0])
         return found
 
     def _best_that_fits(self, ranked: Ranking) -> float | None:
@@ -384,7 +410,7 @@ class Search:
         conflict = [name for name in request.pins if name in CHOSEN]
         for name in list(conflict):
             relaxed = dataclasses.replace(request, pins={key: value for key, value in request.pins.items() if key not in CHOSEN or (key in conflict and key != name)})
-            if self._best_that_fits(self._ranked(relaxed, Refusals())[0]) is None:
+            if self._fastest(relaxed) is None:
                 conflict.remove(name)
         needs = [(self.needed(self._known(strategy, estimate)), strategy) for strategy, estimate in ranked if not isinstance(self._exact.get(strategy), str)]
         least, smallest = min(needs, key=lambda item: (item[0], str(item[1])))
@@ -394,7 +420,10 @@ class Search:
             f"  {size_text(least)} per device ({smallest})",
         ]
         for name in conflict:
-            freed = [s for s, e in self._ranked(request.without(name), Refusals())[0] if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
+            relaxed = request.without(name)
+            requests = [relaxed, relaxed.with_pin("offload", OPTIMIZER)] if self._can_offload(relaxed) else [relaxed]
+            ranking = (item for each in requests for item in self._ranked(each, Refusals())[0])
+            freed = [s for s, e in ranking if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
             if freed:
                 lines.append(f"  {name}={field_text(getattr(freed[0], name))} in the place of {name}={field_text(request.pins[name])} ({freed[0]})")
         if not request.has_microbatches and (fitting := self._with_microbatches(smallest)) is not None:
@@ -417,7 +446,8 @@ class Search:
 
     def _notes(self, strategy: Strategy, ranked: Iterable[tuple[Strategy, Estimate]] = ()) -> tuple[str, ...]:
         unknown = "the optimizer is not known yet: AdamW's state is assumed", self.update is None
-        on_host = "offload: the update on the host, and what goes there and back, is not in the seconds", strategy.offload is not None
+        unknown_host = self.hardware.host_update_seconds(gradient_bytes=1.0, parameter_bytes=1.0, update_bytes=1.0) is None
+        on_host = f"offload: what the update on the host takes is not known of {self.hardware.chip.name}, and not in the seconds", strategy.offload is not None and unknown_host
         refused = [f"{other} was left out, as the passes refuse it: {reason}" for other, _ in ranked if isinstance(reason := self._exact.get(other), str)]
         return (*(text for text, holds in (unknown, on_host) if holds), *refused)
 

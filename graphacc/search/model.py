@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphacc.capture import PATCHING, Batch, capture_joint, capture_update
+from graphacc.capture.optimizer import ELEMENTWISE, steps_like
 from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph
@@ -121,7 +122,7 @@ def search_of(
         update = capture_update(model, made, names, alike=dict.fromkeys(names) if not made.state else None)
     assert isinstance(update, StepGraph)
     captured = time.perf_counter()
-    search = Search(joint, update, hardware, microbatches=microbatches, capture=capture, **options)
+    search = Search(joint, update, hardware, microbatches=microbatches, capture=capture, offloads=steps_like(made, ELEMENTWISE), **options)
     search.seconds = {"capture": captured - start, "reduction": time.perf_counter() - captured}
     return search
 

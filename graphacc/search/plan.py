@@ -60,7 +60,8 @@ class Plan:
         """The choice and the reason, in one line."""
         others = next((f"; next: {rival.strategy or 'one device'}, {rival.reason}" for rival in self.rivals), "")
         sizes = f"{self.estimate.seconds * _MS:.3g} ms a step and {size_text(self.estimate.bytes_per_device)} per device predicted"
-        return f"strategy {self.strategy or 'one device'}: {sizes}, the best of {self.num_evaluated + self.num_slower}{others}"
+        offloads = next((f"; {note}" for note in self.notes if note.startswith("offload: none of ")), "")
+        return f"strategy {self.strategy or 'one device'}: {sizes}, the best of {self.num_evaluated + self.num_slower}{others}{offloads}"
 
     def __str__(self) -> str:
         estimate = self.estimate

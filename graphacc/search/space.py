@@ -1,7 +1,8 @@
 """What the search may choose: every strategy of a number of devices that agrees with the pins.
 
 Chosen are the sizes of the mesh axes (`pp`, `dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism, how attention crosses
-`cp`, and the schedule of a pipeline; and what backward computes again (`remat`), for strategies that would not fit without.
+`cp`, and the schedule of a pipeline; and what backward computes again (`remat`), for strategies that would not fit without. Where no strategy fits, all
+are tried again with the optimizer's state on the host (`offload`).
 Never chosen is what changes results: precision, the capacity factor, quantised communication. Nor are microbatches, whose mean is the loss of
 the whole batch for some losses only, unless the request says ``microbatches=auto``; so there are pipelines where there are microbatches.
 """
@@ -17,7 +18,7 @@ from graphacc.strategy.axes import AXES, CP, DATA_AXES, DP, EP, FSDP, MODEL_AXES
 from graphacc.strategy.schedules import check_schedule
 from graphacc.strategy.spec import CONTEXTS, Strategy, field_text, parse_fields
 
-CHOSEN = (*AXES, "zero", "hpz", "sequence_parallel", "context", "remat", "schedule", "chunks")
+CHOSEN = (*AXES, "zero", "hpz", "sequence_parallel", "context", "remat", "schedule", "chunks", "offload")
 """The fields that the search fills in where they are not pinned."""
 
 
@@ -77,6 +78,10 @@ class Request:
         parts = [part.strip() for part in rest.split(",")]
         is_free = [part.replace(" ", "") == _FREE for part in parts]
         return cls(devices=devices, pins=parse_fields(",".join(part for part, free in zip(parts, is_free) if not free)), chooses_microbatches=any(is_free))
+
+    def with_pin(self, name: str, value: object) -> "Request":
+        """The same request with one pin more."""
+        return dataclasses.replace(self, pins={**self.pins, name: value})
 
     def without(self, name: str) -> "Request":
         """The same request with one pin less."""

@@ -16,7 +16,9 @@ REMATS = ("none", "blocks", "auto")
 KEEPS = ("all", "cheap", "products", "inputs")
 """What a region keeps for backward: everything; all but what is element by element; products, convolutions and attention; what it reads."""
 
-OFFLOADS = (None, "optimizer")
+OPTIMIZER = "optimizer"
+
+OFFLOADS = (None, OPTIMIZER)
 """What lives on the host: nothing, or the optimizer's state, with exact (master) parameters, and its step (ZeRO-Offload)."""
 
 CONTEXTS = ("ulysses", "ring")
@@ -142,7 +144,7 @@ class Strategy:
 
     def _check_offload(self) -> None:
         if self.offload not in OFFLOADS:
-            raise StrategyError(f"offload={self.offload!r} is unknown: set offload='optimizer', or leave it out")
+            raise StrategyError(f"offload={self.offload!r} is unknown: set offload='optimizer', or leave it out (in text also: offload=none)")
         _check_count("delay", self.delay, at_least=0)
         _check_count("delay_after", self.delay_after, at_least=0)
         if self.delay > 1:
@@ -282,6 +284,8 @@ def _check_memory(value: object, remat: object) -> None:
 
 def field_text(value: object) -> str:
     """The value of a field as `Strategy.parse` reads it."""
+    if value is None:
+        return "none"
     return ";".join(f"{pattern}:{chunk}" for pattern, chunk in value) if isinstance(value, tuple) else str(value)
 
 
@@ -289,7 +293,7 @@ def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("capacity_factor", "bucket_mb", "memory_gb"):
         return _parse_float(text, part, value)
     if name in ("precision", "reduce_dtype", "schedule", "context", "offload"):
-        return value
+        return None if (name, value) == ("offload", "none") else value
     if name == "remat":
         return _remat(value)
     if name in ("sequence_parallel", "quantized_weights", "quantized_gradients") and value.lower() in ("true", "false"):

@@ -1,6 +1,7 @@
 """Loops whose optimizer runs on the host: what they may do between steps, delayed updates, checkpoints, refusals."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from training import compiled
 
 import graphacc
 from graphacc import Strategy, StrategyError
+from graphacc.costs.hardware import Hardware
 from graphacc.graph import Kind
 
 STEPS = 6
@@ -124,6 +126,78 @@ OTHERS = {
 @pytest.mark.default_cases("sgd", "rmsprop")
 def test_other_optimizers_update_blocks_by_their_own_code(name):
     check("fsdp=2,offload=optimizer", OTHERS[name])
+
+
+@pytest.fixture
+def four_small_gpus(monkeypatch):
+    """The search takes the devices for GPUs with 400 kB, on which the state of `searched_model` does not fit beside its parameters."""
+    gpus = Hardware.parse("4xH100")
+    small = gpus.replace(chip=dataclasses.replace(gpus.chip, memory_bytes=400_000), reserve_bytes=0)
+    monkeypatch.setattr(Hardware, "present", staticmethod(lambda *given: small))
+
+
+def with_epsilon(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that does not make steps of rounding."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def searched_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 1300), nn.Tanh(), nn.Linear(1300, 12))
+
+
+def read_the_norm(model: nn.Module, step: int) -> None:
+    """As loops do that skip steps with infinite gradients: before an optimizer is known."""
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.1).isfinite()
+
+
+@pytest.mark.parametrize("between", [lambda model, step: None, clip, read_the_norm], ids=["plain", "clip", "read the norm"])
+@pytest.mark.parametrize("make_optimizer", [with_epsilon, OTHERS["sgd"]], ids=["adamw", "sgd"])
+@pytest.mark.default_cases("adamw-plain", "sgd-read the norm")
+def test_a_search_lets_the_host_update_where_nothing_else_fits(four_small_gpus, caplog, make_optimizer, between):
+    reference = searched_model()
+    model = compiled(copy.deepcopy(reference), "auto,dp=4,remat=none", devices=4)
+    expected = train(reference, make_optimizer(reference), batches(), between)
+    assert_equal(model, reference, train(model, make_optimizer(model), batches(), between), expected)
+    assert model._graphacc_engine.programs.strategy == Strategy(dp=4, offload="optimizer")
+    assert "offload: none of 1 strategies with the optimizer's state on the devices fits" in caplog.text
+
+
+def test_auto_searches_on_one_device_that_is_no_cpu(monkeypatch):
+    """Here a CPU that is taken for a GPU of 400 kB."""
+    gpu = Hardware.parse("H100")
+    monkeypatch.setattr(Hardware, "present", staticmethod(lambda *given: gpu.replace(chip=dataclasses.replace(gpu.chip, memory_bytes=400_000), reserve_bytes=0)))
+    assert compiled(searched_model(), "auto", devices=1)._graphacc_engine.choice is None
+    monkeypatch.setattr(graphacc.api, "default_platform", lambda: "gpu")
+    reference = searched_model()
+    model = compiled(copy.deepcopy(reference), "auto", devices=1)
+    expected = train(reference, with_epsilon(reference), batches())
+    assert_equal(model, reference, train(model, with_epsilon(model), batches()), expected)
+    assert model._graphacc_engine.programs.strategy.offload == "optimizer"
+
+
+@pytest.mark.parametrize("name", ["whole tensors", "verified", "pinned"])
+def test_a_search_leaves_the_update_where_the_host_cannot_do_it(four_small_gpus, name):
+    options = {"verify": 2} if name == "verified" else {}
+    model = compiled(searched_model(), f"auto,dp=4,remat=none{',offload=none' if name == 'pinned' else ''}", devices=4, **options)
+    optimizer = WholeTensors(model.parameters()) if name == "whole tensors" else adamw(model)
+    with pytest.raises(StrategyError, match="no strategy of 4 devices with .* fits into"):
+        train(model, optimizer, batches())
+
+
+class WholeTensors(torch.optim.Optimizer):
+    """Steps as long as the parameters, with a state like SGD's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.add_(momentum * parameter.norm(), alpha=-group["lr"])
 
 
 def test_options_of_compile():

@@ -18,6 +18,7 @@ from graphacc.costs.work import kernels
 from graphacc.errors import StrategyError
 from graphacc.search import Plan, Request, Search
 from graphacc.search.estimate import WAITING
+from graphacc.search.model import search_of
 from graphacc.search.space import REMATS, Refusals, candidates
 from graphacc.strategy import Strategy
 
@@ -323,7 +324,62 @@ def test_offload_moves_the_state_to_the_host(strategy):
     trained = sum(item.dtype.itemsize * torch.Size(item.shape).numel() for item in large().joint.inputs if item.trainable)
     assert exact.host_bytes == composed.host_bytes == pytest.approx(3 * trained / here.fsdp, rel=0.01), "moments and exact parameters"
     plan = large().plan_of(there)
-    assert "on the host, for each device" in str(plan) and "the update on the host" in str(plan) and Plan.from_json(plan.to_json()).estimate == plan.estimate
+    assert "on the host, for each device" in str(plan) and Plan.from_json(plan.to_json()).estimate == plan.estimate
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_seconds_of_an_update_on_the_host(precision):
+    """The slowest of what comes, the update and what goes, beside the next step where updates are delayed; not known of TPUs."""
+    trained = sum(torch.Size(item.shape).numel() for item in large().joint.inputs if item.trainable)
+    strategy = Strategy.parse(f"fsdp=8,precision={precision},offload=optimizer")
+    for link, stream, expected in [(1e6, 1e12, 4 * trained / 8 / 1e6), (1e12, 1e6, 28 * trained / 8 / 1e6)]:
+        hardware = Hardware.parse("8xH100").replace(host_link=link, host_stream=stream)
+        found = Search(large().joint, large().update, hardware)
+        assert found.evaluate(strategy).update_seconds == found.estimate(strategy).update_seconds == pytest.approx(expected, rel=0.01)
+        delayed = found.estimate(strategy.replace(delay=1))
+        assert 0 < found.estimate(strategy).update_seconds - delayed.update_seconds == pytest.approx(delayed.compute_seconds, rel=0.1)
+    tpu = Search(large().joint, large().update, Hardware.parse("8xTPUv5e")).plan_of(strategy)
+    assert tpu.estimate.update_seconds == 0 and "what the update on the host takes is not known of TPUv5e" in str(tpu)
+    cpu = large()
+    assert cpu.estimate(strategy).update_seconds > cpu.estimate(strategy.replace(offload=None)).update_seconds > 0, "on the same cores, and sent there and back"
+
+
+def gpus(memory_bytes: int, other: Search | None = None, **options) -> Search:
+    """`large` on eight GPUs with so much memory."""
+    found = Search(large().joint, large().update, Hardware.parse("8xH100"), memory_bytes=memory_bytes, **options)
+    if other is not None:
+        found._profiles, found._exact, found._splits = other._profiles, other._exact, other._splits
+    return found
+
+
+@pytest.mark.matrix
+def test_the_host_has_the_state_where_nothing_else_fits():
+    """Halfway between what the least strategies need with the optimizer's state on the devices, and on the host."""
+    request = Request.parse("auto,dp=8,remat=none", 8)
+    free = gpus(2**40)
+    (here,) = {free.needed(free.evaluate(strategy)) for strategy in strategies_of(free, request)}
+    there = free.needed(free.evaluate(Strategy(dp=8, offload="optimizer")))
+    assert there < 0.9 * here and free.run(request).strategy.offload is None
+    limit = (here + there) // 2
+    plan = gpus(limit, free).run(request)
+    assert str(plan.strategy) == "dp=8,offload=optimizer" and plan.estimate.update_seconds > 0 and plan.num_over_memory == 0
+    assert re.search(r"note: offload: none of 1 strategies with the optimizer's state on the devices fits, the least is .* of .* \(dp=8\)", str(plan))
+    assert all(cost > 0 for cost in plan.pin_costs.values()), "without one of the pins the state stays"
+    asked = gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,offload=optimizer", 8))
+    assert asked.strategy == plan.strategy and not any("offload" in note for note in asked.notes)
+    with pytest.raises(StrategyError, match=r"with [\s\S]*offload=none fits into[\s\S]*\n  offload=optimizer in the place of offload=none \(dp=8,offload=optimizer\)"):
+        gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,offload=none", 8))
+    with pytest.raises(StrategyError, match="fits into"):
+        gpus(limit, free, offloads=False).run(request)
+    with pytest.raises(StrategyError, match=r"It would fit with\n  .* per device \(dp=8,offload=optimizer\)"):
+        gpus(there // 2, free).run(request)
+
+
+def test_plans_know_whether_the_host_can_update():
+    ids = torch.zeros(16, 128, dtype=torch.long)
+    for optimizer, can in [(torch.optim.AdamW, True), (torch.optim.Adafactor, False)]:
+        model = gpt2(layers=1, width=64, length=128, vocabulary=2048)
+        assert search_of(model, {"input_ids": ids, "labels": ids}, optimizer, Hardware.parse("8xH100")).offloads == can
 
 
 # ---- plans in files
