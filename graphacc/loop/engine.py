@@ -899,8 +899,11 @@ class Engine:
         return frozenset(handle.name for handle in self.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
 
     def fetch_optimizer_state(self, binding: Binding) -> None:
-        """Bring the optimizer's state to the host, into ``optimizer.state``."""
+        """Bring the optimizer's state to the host, into ``optimizer.state``; where it is there already, the loop may have changed it since."""
         if not binding.state_on_device:
+            return
+        if binding.copies:
+            binding.adopt_state()
             return
         with self.lock:
             self._drain()

@@ -574,7 +574,7 @@ AFTER_BACKWARD = [nothing] * 4 + [
 ]  # fmt: skip
 AFTER_STEP = [nothing] * 4 + [
     read_loss, read_output, running_total, running_total_in_place, metric, shrink, clamp_data, alias, average, learning_rate, weight_decay,
-    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers, use_view, use_view, look_at_numbers, set_numbers,
+    reload_model, reload_optimizer, edit_state, evaluate, save, group, read_buffers, use_view, use_view, look_at_numbers, set_numbers, exchange_parameter, edit_state,
 ]  # fmt: skip
 
 OPTIMIZERS: list[Callable] = [

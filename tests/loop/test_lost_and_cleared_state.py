@@ -1,10 +1,11 @@
-"""Optimizer state that training has made NaN, state that the loop clears, and layers that are frozen between the backwards of a step."""
+"""Optimizer state that training has made NaN, state that the loop changes or clears, and layers that are frozen between the backwards of a step."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from training import compiled
 
 import graphacc
 
@@ -121,3 +122,44 @@ def test_an_optimizer_whose_state_is_cleared_after_a_parameter_has_grown_is_comp
     compiled = graphacc.compile(copy.deepcopy(plain), devices=1, fast_compile=True)
     assert losses_with_a_larger_table(compiled) == pytest.approx(losses_with_a_larger_table(plain), rel=1e-5)
     assert "runs by PyTorch" not in str(compiled.explain())
+
+
+def another_bias(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2].bias = nn.Parameter(torch.full((3,), 0.1))
+
+
+def another_bias_in_both(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    old = model[2].bias
+    another_bias(model, optimizer)
+    group = optimizer.param_groups[0]
+    group["params"] = [*(p for p in group["params"] if p is not old), model[2].bias]
+
+
+def another_dtype(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2", "fsdp=2,offload=optimizer"])
+@pytest.mark.parametrize("change", [another_bias, another_bias_in_both, another_dtype], ids=lambda change: change.__name__)
+@pytest.mark.default_cases("another_bias-None", "another_bias_in_both-fsdp=2,offload=optimizer", "another_dtype-fsdp=2")
+def test_state_that_the_loop_has_changed_stays_when_the_model_changes(change, strategy):
+    """The model's change brings the state home, where it is already, and newer than on the devices."""
+    plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = compiled(copy.deepcopy(plain), strategy)
+
+    def train(model: nn.Module) -> list[float]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
+        for step in range(5):
+            torch.manual_seed(step)
+            loss = model(torch.randn(8, 5).to(model[0].weight.dtype)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step in (1, 2):
+                for state in optimizer.state.values():
+                    state["momentum_buffer"].mul_(-0.5)
+                change(model, optimizer)
+        return losses
+
+    assert train(model) == pytest.approx(train(plain), rel=1e-5)
