@@ -436,6 +436,8 @@ class Engine:
                 if dict.get(binding.optimizer.state, handle.tensor):
                     binding.by_torch = f"{handle.name!r} has got another dtype or shape than the optimizer's state for it: make the optimizer after that"
                     binding.misfit = handle
+            if self.programs.offload is not None:
+                self.programs.state.discard(Kind.PARAM, handle.name)  # the host would go on giving the devices that form
             self.form += 1
 
     def _mode(self) -> tuple:
@@ -868,13 +870,12 @@ class Engine:
         """The state of parameters that the loop has taken out of the optimizer's groups comes to ``optimizer.state``, where PyTorch leaves it."""
         with self.lock:
             self._drain()
-            is_home, names = bool(binding.copies), [name for name in names if name in self.handles]
-            for name, tensors in () if is_home else self.programs.optimizer_state(names):
+            names = [name for name in names if name in self.handles]
+            for name, tensors in () if binding.is_home() else self.programs.optimizer_state(names):
                 binding.hold(self.handles[name].tensor, tensors)
             if self.programs.offload is None:
                 self.programs.discard_state(names)
-            if not is_home:
-                binding.copies = {}  # those of the others are out of date
+            binding.copies = {}  # of these alone, if any
 
     def _make_way(self, binding: Binding) -> None:
         """The devices have one state for each parameter: that of another optimizer of the same parameters comes to the host."""
@@ -899,11 +900,8 @@ class Engine:
         return frozenset(handle.name for handle in self.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
 
     def fetch_optimizer_state(self, binding: Binding) -> None:
-        """Bring the optimizer's state to the host, into ``optimizer.state``; where it is there already, the loop may have changed it since."""
-        if not binding.state_on_device:
-            return
-        if binding.copies:
-            binding.adopt_state()
+        """Bring the optimizer's state to the host, into ``optimizer.state``; where it is there already, or the loop has put something else there, it stays."""
+        if not binding.state_on_device or binding.is_home():
             return
         with self.lock:
             self._drain()

@@ -480,7 +480,10 @@ def _adopt_state(engine: "Engine", offload: Offload, binding: Binding) -> None:
     held = binding.optimizer.state
     for name in binding.names:
         handle = engine.handles[name]
-        values = {key: torch.as_tensor(value) for key, value in (dict.pop(held, handle.tensor, None) or {}).items() if value is not None}
+        entry = dict.get(held, handle.tensor)
+        values = {key: torch.as_tensor(value) for key, value in (entry or {}).items() if value is not None}
+        if entry:
+            entry.clear()  # and keeps its place among the others
         if values:
             _master(engine, offload, handle)
         offload.load_state(name, values)

@@ -172,6 +172,12 @@ class Binding:
                 self.state_on_device = False
             self.copies = {}
 
+    def is_home(self) -> bool:
+        """Whether ``optimizer.state`` has the newest state: it was fetched, and perhaps changed since, or the loop has replaced it."""
+        fetched = bool(self.copies)
+        self.adopt_state()
+        return fetched or not self.state_on_device
+
     def hold(self, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
         """Put fetched state where the loop looks for it."""
         numbers = {} if is_separable(self.optimizer) else {key: python_number(self.optimizer, key, x) for key, x in tensors.items()}

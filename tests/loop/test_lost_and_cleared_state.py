@@ -1,5 +1,6 @@
 """Optimizer state that training has made NaN, state that the loop changes or clears, and layers that are frozen between the backwards of a step."""
 
+import collections
 import copy
 
 import pytest
@@ -139,17 +140,40 @@ def another_dtype(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.double()
 
 
+def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
+def turn(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(-0.5)
+
+
+def replace(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def delete(optimizer: torch.optim.Optimizer) -> None:
+    """The first two, in the order in which PyTorch has them: what begins anew comes last."""
+    for parameter in [*optimizer.state][:2]:
+        del optimizer.state[parameter]
+
+
 @pytest.mark.parametrize("strategy", [None, "fsdp=2", "fsdp=2,offload=optimizer"])
-@pytest.mark.parametrize("change", [another_bias, another_bias_in_both, another_dtype], ids=lambda change: change.__name__)
-@pytest.mark.default_cases("another_bias-None", "another_bias_in_both-fsdp=2,offload=optimizer", "another_dtype-fsdp=2")
-def test_state_that_the_loop_has_changed_stays_when_the_model_changes(change, strategy):
+@pytest.mark.parametrize("change", [nothing, another_bias, another_bias_in_both, another_dtype], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("edit", [turn, replace, delete], ids=lambda edit: edit.__name__)
+@pytest.mark.default_cases(
+    "turn-another_bias-None", "turn-another_bias_in_both-fsdp=2,offload=optimizer", "turn-another_dtype-fsdp=2",
+    "replace-another_bias-fsdp=2", "delete-nothing-fsdp=2,offload=optimizer",
+)  # fmt: skip
+def test_state_that_the_loop_has_changed_stays_when_the_model_changes(edit, change, strategy):
     """The model's change brings the state home, where it is already, and newer than on the devices."""
     plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     model = compiled(copy.deepcopy(plain), strategy)
 
     def train(model: nn.Module) -> list[float]:
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
-        for step in range(5):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
+        for step in range(6):
             torch.manual_seed(step)
             loss = model(torch.randn(8, 5).to(model[0].weight.dtype)).square().mean()
             loss.backward()
@@ -157,8 +181,7 @@ def test_state_that_the_loop_has_changed_stays_when_the_model_changes(change, st
             optimizer.zero_grad()
             losses.append(loss.item())
             if step in (1, 2):
-                for state in optimizer.state.values():
-                    state["momentum_buffer"].mul_(-0.5)
+                edit(optimizer)
                 change(model, optimizer)
         return losses
 

@@ -200,6 +200,21 @@ class WholeTensors(torch.optim.Optimizer):
                 parameter.add_(momentum * parameter.norm(), alpha=-group["lr"])
 
 
+@pytest.mark.parametrize("strategy", ["fsdp=2,offload=optimizer", "pp=2,microbatches=2,offload=optimizer"])
+@pytest.mark.default_cases("fsdp=2,offload=optimizer")
+def test_a_model_that_becomes_double_between_backward_and_step(strategy):
+    """The devices get the new parameters in the new dtype."""
+
+    def widen(model: nn.Module, step: int) -> None:
+        if step == 2:
+            model.double()
+
+    reference = nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 12))
+    model, data = compiled(copy.deepcopy(reference), strategy), [x.to(torch.float64 if step > 2 else torch.float32) for step, x in enumerate(batches())]
+    expected, found = (train(each, torch.optim.SGD(each.parameters(), lr=0.1), data, widen) for each in (reference, model))
+    assert_equal(model, reference, found, expected)
+
+
 def test_options_of_compile():
     for options in ({"keep_gradients": True}, {"max_grad_norm": 0.1}):
         reference = Net()
