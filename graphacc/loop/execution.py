@@ -431,7 +431,14 @@ class Execution:
         self.updates += compiled.updates
 
     def upload(self, compiled: Compiled, tape: Tape) -> None:
-        """Parameters and buffers that are not on the devices yet, or were written on the host."""
+        """Parameters and buffers that are not on the devices yet, or were written on the host.
+
+        Raises:
+            LoopError: the recording would read what was written behind it.
+        """
+        if tape.lost is not None:
+            raise written_too_early(tape.lost)
+        waiting = [other for other in (self.engine.tape, self.engine.gradients.pending) if other is not None and other is not tape and not other.has_run]
         handles, deferred = self.engine.handles, self.engine.deferred
         read = compiled.model_inputs
         deferred.flush()
@@ -442,6 +449,9 @@ class Execution:
                 handle.refresh()  # as the devices have it in another form
                 if compiled.kind != "update" and self.engine.by_pytorch.written_since(handle, tape):
                     raise written_too_early(handle.name)
+                for other in waiting:
+                    if self.engine.by_pytorch.written_since(handle, other):
+                        other.lost = handle.name
                 self.engine.programs.put(compiled, item.kind, item.target, handle.host_value())
                 handle.mark_uploaded()
                 if item.codes is None:  # else the host has the only exact value

@@ -151,6 +151,7 @@ class Tape:
         self.has_run = False  # a program gave the loss, the outputs and the gradients
         self.closed = False
         self.overwritten: str | None = None  # the parameter whose value was written before a backward
+        self.lost: str | None = None  # a parameter or buffer that was written before a program of this recording ran, and whose value from before another program has replaced on the devices
         self.without_way_back: set[int] = set()  # values of before a step through which PyTorch could go back, and the programs cannot
         self.is_eager = False  # its values are ordinary results of PyTorch's autograd
         self.bucket: Bucket | None = None  # whose programs run it, padded

@@ -1042,6 +1042,31 @@ def test_a_parameter_written_through_an_alias_before_backward_is_refused():
         model.second.weight.grad.sum().item()
 
 
+@pytest.mark.parametrize(
+    ("view", "behind_backward"),
+    [(torch.Tensor.detach, True), (lambda weight: weight[:2], True), (lambda weight: weight.t(), True), (torch.Tensor.detach, False)],
+    ids=["detach", "slice", "t", "detach, before backward"],
+)
+def test_a_step_behind_which_a_parameter_was_written_does_not_run_behind_an_evaluation(view, behind_backward):
+    """The evaluation reads what was written, and brings it to the devices; the step has to have the value from before."""
+    plain, model = Net(), compiled(Net(), None)
+    model.load_state_dict(plain.state_dict())
+    x, y = data()[0]
+    optimizer = sgd(model)
+    loss = F.cross_entropy(model(x), y)
+    if behind_backward:
+        loss.backward()
+    with torch.no_grad():
+        for each in (plain, model):
+            view(each.second.weight).mul_(0.9)
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+    with pytest.raises(LoopError, match="'second.weight' was written between the model's call and backward"):
+        if not behind_backward:
+            loss.backward()
+        optimizer.step()
+        loss.item()
+
+
 def test_a_loss_that_is_computed_behind_a_write_is_refused_in_backward():
     model = compiled(Net(), None)
     x, y = data()[0]
