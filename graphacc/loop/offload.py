@@ -476,13 +476,15 @@ def _master(engine: "Engine", offload: Offload, handle: Handle, layout: tuple[Ou
 
 
 def _adopt_state(engine: "Engine", offload: Offload, binding: Binding) -> None:
-    """What the optimizer holds as state becomes that of the blocks; its tensors are let go, and fetched again where somebody looks."""
-    held = binding.optimizer.state
+    """What the optimizer holds as state becomes that of the blocks; its tensors are let go, and fetched again where somebody looks, unless the loop holds them, too."""
+    held, stays = binding.optimizer.state, binding.is_held
     for name in binding.names:
         handle = engine.handles[name]
         entry = dict.get(held, handle.tensor)
         values = {key: torch.as_tensor(value) for key, value in (entry or {}).items() if value is not None}
-        if entry:
+        if stays:
+            values = {key: value.clone() for key, value in values.items()}
+        elif entry:
             entry.clear()  # and keeps its place among the others
         if values:
             _master(engine, offload, handle)

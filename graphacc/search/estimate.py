@@ -172,11 +172,10 @@ class Profile:
             parts = [size // ranks for size in gradients] if stage else gradients
             moved.append(_gradients(DP, "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
         share = 1 / ranks if stage else 1.0
-        narrow = 2 if strategy.precision == "bf16" else 1
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
         offloads = strategy.offload is not None
-        kept_bytes = kept // narrow if offloads else kept
+        kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
         seconds = dict(self.cost.seconds)
         seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
         for phase, size in _reordered_bytes(weights, strategy).items():

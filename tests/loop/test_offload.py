@@ -215,6 +215,32 @@ def test_a_model_that_becomes_double_between_backward_and_step(strategy):
     assert_equal(model, reference, found, expected)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.default_cases("False-adamw", "True-sgd")
+def test_a_state_dict_that_was_loaded_sees_the_updates(is_copy, name):
+    """load_state_dict takes the tensors themselves where dtype and device are right, and PyTorch's steps write into them."""
+
+    def seen(model: nn.Module) -> list[float]:
+        optimizer, found = {"adamw": with_epsilon, "sgd": OTHERS["sgd"]}[name](model), []
+        for step, x in enumerate(batches(7)):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                kept = copy.deepcopy(optimizer.state_dict()) if is_copy else optimizer.state_dict()
+            if step == 4:
+                optimizer.load_state_dict(kept)
+            if step in (3, 5):
+                found += [value.double().sum().item() for state in kept["state"].values() for value in state.values() if value is not None]
+                found += [len(state) for state in optimizer.state.values()]
+        return found
+
+    reference = searched_model()
+    model = compiled(copy.deepcopy(reference), "fsdp=2,offload=optimizer")
+    assert seen(model) == pytest.approx(seen(reference), rel=1e-4, abs=1e-5)
+
+
 def test_options_of_compile():
     for options in ({"keep_gradients": True}, {"max_grad_norm": 0.1}):
         reference = Net()
