@@ -209,6 +209,11 @@ def annotation():
     return torch.fx.traceback.current_meta.get("custom", {})
 
 
+def next_node_number():
+    """The number that autograd gives the next node of this thread: ``grad_fn._sequence_nr()``."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 PATCHING = threading.RLock()
 """Held where a model is captured, or run by PyTorch in parts, and where its state on the devices changes or is read; one for all models, since `patched` is for the whole process."""
 

@@ -1,5 +1,6 @@
 """Where in the user's code an operator comes from: source lines and the submodule, for every node of a trace."""
 
+import bisect
 import linecache
 import os
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphacc._compat.torch_ import annotate_nodes, annotation
+from graphacc._compat.torch_ import annotate_nodes, annotation, next_node_number
 from graphacc.graph import CHECKPOINT, Phase
 
 _GRAPHACC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -19,6 +20,7 @@ _EXAMPLES = os.path.join(_GRAPHACC, "examples") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _MAX_LINES = 6
+_LINE = "_graphacc_line"
 
 
 def is_user_file(filename: str) -> bool:
@@ -31,10 +33,10 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_line(error: BaseException) -> str:
-    """``File "x.py", line n, in f: text`` of the innermost user frame of `error`'s traceback ("" without one)."""
+    """``File "x.py", line n, in f: text`` of the innermost user frame of `error`'s traceback, or what `SourceMode` has noted at an error of backward ("" without either)."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not frames:
-        return ""
+        return getattr(error, _LINE, "")
     last = frames[-1]
     return f'File "{last.filename}", line {last.lineno}, in {last.name}: {(last.line or "").strip()}'
 
@@ -51,7 +53,7 @@ def calling_line() -> str:
 
 
 class SourceMode(TorchFunctionMode):
-    """Notes at every torch function call where it stands; nodes traced from it carry that as ``meta["custom"]``.
+    """Notes at every torch function call where it stands; nodes traced from it carry that as ``meta["custom"]``, errors of ``torch.autograd.grad`` the line of the forward.
 
     Args:
         modules: id of a submodule -> its dotted path.
@@ -64,6 +66,7 @@ class SourceMode(TorchFunctionMode):
         self.phase = phase
         self._user_code: dict[CodeType, bool] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
+        self._begun: list[tuple[int, str]] = []  # the number that autograd gives its next node, and the line whose code may make it
         self._around: tuple[FrameType | None, str | None, list[str]] = None, None, []  # the frame that has entered the mode, and what is noted of it and those around it
 
     def __enter__(self):
@@ -81,13 +84,25 @@ class SourceMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.note(sys._getframe(1))
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if func is torch.autograd.grad:
+                setattr(error, _LINE, self._line_of(annotation().get("sequence", -1)))
+            raise
+
+    def _line_of(self, sequence: int) -> str:
+        """``File "x.py", line n, in f: text`` whose forward has made a node of autograd ("" if it is not known)."""
+        at = bisect.bisect_right(self._begun, sequence, key=lambda begun: begun[0])
+        return ": ".join(map(str.strip, self._begun[at - 1][1].splitlines())) if at else ""
 
     def note(self, frame: FrameType | None) -> None:
         """Describe the operators to come by the call stack that ends in `frame`."""
         path, lines = self._described(frame)
         checkpointed = {CHECKPOINT: annotation()[CHECKPOINT]} if CHECKPOINT in annotation() else {}
         annotate_nodes({"phase": self.phase, "module_path": path or "", "stack_trace": "".join(reversed(lines)), **checkpointed})
+        if lines:
+            self._begun.append((next_node_number(), lines[0]))
 
     def _described(self, frame: FrameType | None) -> tuple[str | None, list[str]]:
         """The innermost submodule whose code is on the stack, and the innermost lines of the user's."""

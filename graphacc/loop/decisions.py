@@ -302,6 +302,9 @@ class Answers(_WithMasks):
         return pytree.tree_unflatten([self._inputs[external] for external in read.inputs], read.spec)
 
 
+_WRITES_ROWS = {Tensor.__setitem__, Tensor.index_put_, Tensor.index_put, torch.index_put, torch.index_put_}
+
+
 class Masks(TorchFunctionMode):
     """Turns functions that take values out of tensors unseen into such that ask for them.
 
@@ -333,10 +336,25 @@ class Masks(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_mask(item) for item in index):
                 return self._selected(args[0], index)
+        if func in _WRITES_ROWS and len(args) >= 3:
+            x, index, values, *others = args
+            index = tuple(index) if isinstance(index, (tuple, list)) else (index,)
+            if any(_is_mask(item) for item in index) and isinstance(values, Tensor) and values.requires_grad and _has_rows(x, index, values):
+                return func(x, self._true_elements(index), values, *others, **kwargs)
         return func(*args, **kwargs)
 
     def _selected(self, x: Tensor, index: tuple) -> Tensor:
-        return x[tuple(part for item in index for part in (torch.nonzero(item).unbind(1) if _is_mask(item) else (item,)))]
+        return x[self._true_elements(index)]
+
+    def _true_elements(self, index: tuple) -> tuple:
+        """The index with the indices of its masks' true elements."""
+        return tuple(part for item in index for part in (torch.nonzero(item).unbind(1) if _is_mask(item) else (item,)))
+
+
+def _has_rows(x: Tensor, index: tuple, values: Tensor) -> bool:
+    """Whether the values are one for each true element of a mask, not one for all of them: the backward takes them out of the gradient."""
+    taken = sum(item.dim() if _is_mask(item) else 1 for item in index if item is not None and item is not Ellipsis)
+    return any(size != 1 for size in values.shape[: max(0, values.dim() - (x.dim() - taken))])
 
 
 def _is_mask(item: object) -> bool:

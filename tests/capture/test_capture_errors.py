@@ -63,6 +63,21 @@ class Nested(nn.Module):
         return self.net(x)
 
 
+class WrittenRows(nn.Module):
+    """Fails in backward, which asks how many rows were written."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        hidden = (x @ self.weight).relu()
+        order = hidden.sum(1)
+        hidden = hidden.clone()
+        hidden[order > order.median()] = x[:4] @ self.weight  # THE LINE
+        return hidden.tanh().sum()
+
+
 class Gaussian(nn.Module):
     def __init__(self):
         super().__init__()
@@ -85,6 +100,7 @@ SHAPE = "the shape of its result depends on the values of a tensor"
         (Nested, "aten._local_scalar_dense", VALUE),
         (Mask, "aten.nonzero", SHAPE),
         (Nonzero, "aten.nonzero", SHAPE),
+        (WrittenRows, "aten.nonzero", SHAPE),
         (Numpy, "numpy", "it leaves torch"),
         (Gaussian, "the check of a distribution", "by values that follow from the model's parameters"),
         (Bug, "RuntimeError", "the code raised an error"),

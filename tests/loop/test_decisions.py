@@ -49,6 +49,43 @@ class MessagePassing(nn.Module):
         return F.cross_entropy(out[mask], y[mask])
 
 
+class Rows(nn.Module):
+    """Computes the rows of a mask by one layer and the others by another, as models of several modalities and loops over experts do, and writes them back by `write`."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.second, self.third, self.write = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), write
+
+    def forward(self, x, ids):
+        return F.mse_loss(self.write(self, self.first(x).clone(), ids == 3), x)
+
+
+def assign(model, hidden, mask):
+    hidden[mask] = model.second(hidden[mask]).tanh()
+    hidden[~mask] += model.third(hidden[~mask])
+    return hidden
+
+
+def assign_to_a_part(model, hidden, mask):
+    hidden[mask, :2] = model.second(hidden[mask])[:, 2:]
+    return hidden
+
+
+def assign_along_another_dim(model, hidden, mask):
+    columns = mask.any(0)
+    hidden[:, columns] = model.second(hidden[:, columns])
+    return hidden
+
+
+def accumulate(model, hidden, mask):
+    return hidden.index_put((mask,), model.second(hidden[mask]), accumulate=True)
+
+
+def assign_one_to_all(model, hidden, mask):
+    hidden[mask] = model.second.bias
+    return hidden
+
+
 class Speech(nn.Module):
     """Gives log probabilities and their lengths, which the loop passes to ctc_loss."""
 
@@ -87,6 +124,8 @@ def random_batch(name, step):
         edges = torch.randint(16, (2, 40), generator=g)
         edges[0, 0] = 15
         return torch.randn(16, 4, generator=g), edges, torch.randint(3, (16,), generator=g), torch.randperm(16, generator=g) < 8
+    if name == "rows":
+        return torch.randn(8, 3, 4, generator=g), torch.randint(2, 5, (8, 3), generator=g) if step else torch.zeros(8, 3)  # at first no row is written
     if name == "written":
         return torch.randn(8, 6, generator=g), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
     lengths = torch.randint(14, 20, (8,), generator=g)
@@ -139,6 +178,13 @@ CASES = [(Checked, by_call, "checked"), (MessagePassing, by_call, "graph"), (Wri
 @pytest.mark.default_cases("Checked-by_call-checked-None", "Written-by_call-written-None", "Speech-by_concatenated_ctc-speech-None")
 def test_values_of_the_batch_are_answered(make, loss_of, name, strategy):
     check(make, loss_of, name, strategy)
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=8"])
+@pytest.mark.parametrize("write", [assign, assign_to_a_part, assign_along_another_dim, accumulate, assign_one_to_all], ids=lambda write: write.__name__)
+@pytest.mark.default_cases("assign-None")
+def test_rows_of_a_mask_are_computed_and_written_back(write, strategy):
+    check(lambda: Rows(write), by_call, "rows", strategy)
 
 
 def test_another_answer_is_another_program_and_an_earlier_one_is_found_again():

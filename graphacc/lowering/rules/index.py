@@ -62,6 +62,8 @@ def _put_where(x, first, mask, values, accumulate):
     values = values.reshape((1,) * (first + 1 + len(rest) - values.ndim) + values.shape)
     if values.shape[first] == 1:
         values = values.reshape(*values.shape[:first], *(1,) * mask.ndim, *values.shape[first + 1 :])
+    elif values.shape[first] == 0:  # for a mask without a true element
+        return x
     else:
         nth = jnp.clip(jnp.cumsum(mask.reshape(-1).astype(np.int64)) - 1, 0, values.shape[first] - 1)
         values = jnp.take(values, nth, axis=first, mode="clip")
