@@ -138,6 +138,7 @@ def test_index_put_with_a_mask():
     for values in (torch.tensor(2.0), torch.randn(3), torch.randn(3, 3)):
         check_lowering(lambda x, m, v: aten.index_put.default(x, [m], v), x, mask, values)
     check_lowering(lambda x, m, v: aten.index_put.default(x, [m], v, True), x, torch.rand(4, 3) > 0.5, torch.tensor(2.0))
+    check_lowering(lambda x, m, v: aten.index_put.default(x, [m], v, True), x, torch.zeros(4, dtype=torch.bool), torch.randn(0, 3))
 
 
 def test_scatter_forms():
