@@ -211,7 +211,9 @@ def annotation():
 
 def next_node_number():
     """The number that autograd gives the next node of this thread: ``grad_fn._sequence_nr()``."""
-    return torch._C._autograd._get_sequence_nr()
+    from torch._C import _autograd
+
+    return _autograd._get_sequence_nr()
 
 
 PATCHING = threading.RLock()
