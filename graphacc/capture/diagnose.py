@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from graphacc._compat.torch_ import data_dependent_errors, dynamic_shape_errors
-from graphacc.capture.source import user_line
+from graphacc.capture.source import forward_line, user_line
 from graphacc.errors import CaptureError, GraphAccError
 
 
@@ -87,7 +87,7 @@ def explained(what: str):
 def _message(what: str, error: Exception) -> str:
     line = user_line(error)
     reason = _reason(error, line)
-    where = line or "(no line of the user's code is on the stack)"
+    where = line or forward_line(error) or "(no line of the user's code is on the stack)"
     return f"{what} cannot be captured.\n  {where}\n  operation: {reason.operation or _operation(error)}\n  why: {reason.why}.\n  remedy: {reason.remedy}."
 
 

@@ -33,12 +33,17 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_line(error: BaseException) -> str:
-    """``File "x.py", line n, in f: text`` of the innermost user frame of `error`'s traceback, or what `SourceMode` has noted at an error of backward ("" without either)."""
+    """``File "x.py", line n, in f: text`` of the innermost user frame of `error`'s traceback ("" without one)."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not frames:
-        return getattr(error, _LINE, "")
+        return ""
     last = frames[-1]
     return f'File "{last.filename}", line {last.lineno}, in {last.name}: {(last.line or "").strip()}'
+
+
+def forward_line(error: BaseException) -> str:
+    """The line of the forward whose backward has failed, as `SourceMode` noted it ("" if it is not known)."""
+    return getattr(error, _LINE, "")
 
 
 def calling_line() -> str:
