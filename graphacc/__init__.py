@@ -30,6 +30,7 @@ _PUBLIC = {
     "Strategy": "graphacc.strategy",
     "GraphAccError": "graphacc.errors",
     "BatchIndexError": "graphacc.errors",
+    "BatchValueError": "graphacc.errors",
     "CaptureError": "graphacc.errors",
     "CheckpointError": "graphacc.errors",
     "DistributedError": "graphacc.errors",
@@ -54,6 +55,7 @@ if _typing.TYPE_CHECKING:
     from graphacc.costs.hardware import Hardware
     from graphacc.errors import (
         BatchIndexError,
+        BatchValueError,
         CaptureError,
         CheckpointError,
         DistributedError,

@@ -61,6 +61,10 @@ class BatchIndexError(GraphAccError, IndexError):
     """A label or an index in the batch is out of range; the message names the user's line, the value and the bounds."""
 
 
+class BatchValueError(LoopError, RuntimeError):
+    """The batch has values with which PyTorch raises a RuntimeError: an integer that is a divisor is 0, or a mask has more true elements than there are values."""
+
+
 class NonFiniteLossError(GraphAccError):
     """The loss of a step is NaN or infinite, and ``nan_loss="stop"`` was set."""
 

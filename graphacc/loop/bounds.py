@@ -7,13 +7,14 @@ recorded, and so is one that follows from constants alone.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from graphacc.errors import BatchIndexError, LoopError
+from graphacc.errors import BatchIndexError, BatchValueError
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.decisions import Operation, Slot
@@ -59,6 +60,20 @@ class NonZero(Range):
 
 
 @dataclasses.dataclass(frozen=True)
+class TrueElements(Range):
+    """How many elements of a mask may be true: `low` or more, less than `high`."""
+
+    def violation(self, index: Tensor) -> int | None:
+        repeats = 1
+        for dim, stride in enumerate(index.stride()):
+            if stride == 0 and index.shape[dim] > 1:  # of an expanded mask its elements are counted once
+                repeats *= index.shape[dim]
+                index = index.narrow(dim, 0, 1)
+        count = repeats * int(torch.count_nonzero(index))
+        return None if self.low <= count < self.high else count
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """An index that recorded code uses, and what it has to be in."""
 
@@ -70,11 +85,16 @@ class Bound:
     every_call: bool  # whether other batches may break it, and computing it costs little
     source: "External | None"  # whose elements the index has, some or all of them
 
-    def error(self, value: int) -> BatchIndexError | LoopError:
+    def error(self, value: int) -> BatchIndexError | BatchValueError:
         if isinstance(self.range, NonZero):
-            return LoopError(
+            return BatchValueError(
                 f"{self.function}: ZeroDivisionError: integers are divided by 0, which follows from the batch.{chr(10) + '  ' + self.line if self.line else ''}\n"
                 "  remedy: correct the batch, or divide by a clamped number. Nothing has been computed with this batch."
+            )
+        if isinstance(self.range, TrueElements):
+            return BatchValueError(
+                f"{self.function}: {value} elements of the mask are true, which follows from the batch, and there are values for {self.range.high - 1} of them."
+                f"{chr(10) + '  ' + self.line if self.line else ''}\n  remedy: correct the batch. Nothing has been computed with this batch."
             )
         ignored = "" if self.range.ignored is None else f" (or ignore_index={self.range.ignored})"
         return BatchIndexError(
@@ -91,6 +111,8 @@ _MOVES = {"view", "_unsafe_view", "slice", "select", "clone", "alias", "detach",
 
 def moves_elements(operation: "Operation", allowed: Range) -> bool:
     """Whether the results of an operator have only elements of its first argument, or constants that are allowed."""
+    if isinstance(allowed, TrueElements):  # moving may repeat them
+        return False
     name = operation.function._schema.name.removeprefix("aten::")
     return name in _MOVES or (name == "constant_pad_nd" and allowed.allows(operation.leaves[-1]))
 
@@ -120,6 +142,11 @@ def indices_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterat
         yield index, Range(0, x.shape[dim] if x.dim() else 1)
     elif name == "take":
         yield args[1], Range(-args[0].numel(), args[0].numel())
+    elif name == "masked_scatter":
+        x, mask, source = args
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        repeats = math.prod(shape) // max(1, mask.numel())
+        yield mask, TrueElements(0, source.numel() // max(1, repeats) + 1)
     elif name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
         dim = 0
         for index in args[1]:

@@ -339,8 +339,10 @@ class Masks(TorchFunctionMode):
         if func in _WRITES_ROWS and len(args) >= 3:
             x, index, values, *others = args
             index = tuple(index) if isinstance(index, (tuple, list)) else (index,)
-            if any(_is_mask(item) for item in index) and isinstance(values, Tensor) and values.requires_grad and _has_rows(x, index, values):
-                return func(x, self._true_elements(index), values, *others, **kwargs)
+            if any(_is_mask(item) for item in index) and isinstance(values, Tensor) and _has_rows(x, index, values):
+                index = self._true_elements(index)
+                _check_rows(x, index, values)
+                return func(x, index, values, *others, **kwargs)
         return func(*args, **kwargs)
 
     def _selected(self, x: Tensor, index: tuple) -> Tensor:
@@ -355,6 +357,22 @@ def _has_rows(x: Tensor, index: tuple, values: Tensor) -> bool:
     """Whether the values are one for each true element of a mask, not one for all of them: the backward takes them out of the gradient."""
     taken = sum(item.dim() if _is_mask(item) else 1 for item in index if item is not None and item is not Ellipsis)
     return any(size != 1 for size in values.shape[: max(0, values.dim() - (x.dim() - taken))])
+
+
+def _check_rows(x: Tensor, index: tuple, values: Tensor) -> None:
+    """Raise as PyTorch does where the values are of another number than the index selects: what is captured writes at indices unseen.
+
+    Raises:
+        RuntimeError: the values do not broadcast to the selected shape.
+    """
+    with without_modes(), torch._C.DisableTorchFunctionSubclass():
+        placed = tuple(torch.empty(item.shape, dtype=torch.int64, device="meta") if isinstance(item, Tensor) else item for item in index)
+        selected = torch.empty(x.shape, device="meta")[placed].shape
+    given = tuple(values.shape)
+    while len(given) > len(selected) and given[0] == 1:
+        given = given[1:]
+    if len(given) > len(selected) or any(size not in (1, wanted) for size, wanted in zip(given[::-1], selected[::-1])):
+        raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(selected)}")
 
 
 def _is_mask(item: object) -> bool:

@@ -450,6 +450,7 @@ class Tape:
 
         Raises:
             BatchIndexError: one is out of range.
+            BatchValueError: an integer is divided by 0, or a mask has more true elements than there are values.
         """
         answering = Answering(self._real)
         for bound in bounds:

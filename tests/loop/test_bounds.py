@@ -136,6 +136,44 @@ def test_integers_of_the_batch_are_not_divided_by_zero(divide):
     model, a, b = compiled(Dividing(2, 2), None), torch.tensor([5, 6]), torch.tensor([2, 1])
     with torch.no_grad():
         assert model(torch.ones(2, 2), a, b)[1].tolist() == divide(a, b).tolist()
-        with pytest.raises(graphacc.LoopError, match="(?s)ZeroDivisionError.*remedy"):
+        with pytest.raises(graphacc.BatchValueError, match="(?s)ZeroDivisionError.*remedy"):
             model(torch.ones(2, 2), a, b - 1)
         assert model(torch.ones(2, 2), a, -b)[1].tolist() == divide(a, -b).tolist()
+
+
+class Scattering(nn.Module):
+    """Puts values into the places of a mask that is repeated along the rows, as models of images and text do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, ids, values):
+        mask = (ids == 3)[:, None].expand(ROWS, 4)
+        return F.mse_loss(self.linear(x).masked_scatter(mask, values), x)
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp=2"])
+@pytest.mark.default_cases("None")
+def test_a_mask_with_more_true_elements_than_values_is_refused(strategy):
+    torch.manual_seed(0)
+    reference = Scattering()
+    model = compiled(copy.deepcopy(reference), strategy)
+    x, ids, outcomes = torch.randn(ROWS, 4), torch.tensor([3, 0, 3, 1, 3, 3, 2, 0]), []
+    for one in (reference, model):
+        optimizer, found = torch.optim.SGD(one.parameters(), lr=0.1), []
+        for given, number in ((ids, 4), (ids, 5), (ids, 3), (ids * 3, 4), (ids.clamp(0, 2), 4), (ids.clamp(0, 2), 0), (ids, 4)):
+            optimizer.zero_grad()
+            try:
+                loss = one(x, given, torch.ones(number, 4))
+            except RuntimeError as error:
+                found.append(type(error))
+                continue
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        outcomes.append(found)
+    expected, found = outcomes
+    assert expected.count(RuntimeError) == found.count(graphacc.BatchValueError) == 1
+    assert found == [graphacc.BatchValueError if loss is RuntimeError else pytest.approx(loss, rel=1e-5) for loss in expected]
+    assert not model._graphacc_engine.by_pytorch.counts

@@ -81,6 +81,11 @@ def accumulate(model, hidden, mask):
     return hidden.index_put((mask,), model.second(hidden[mask]), accumulate=True)
 
 
+def assign_one_by_a_mask_of_bytes(model, hidden, mask):
+    hidden[mask.to(torch.uint8)] = torch.ones(1, 4)
+    return hidden
+
+
 def assign_one_to_all(model, hidden, mask):
     hidden[mask] = model.second.bias
     return hidden
@@ -181,10 +186,51 @@ def test_values_of_the_batch_are_answered(make, loss_of, name, strategy):
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp=8"])
-@pytest.mark.parametrize("write", [assign, assign_to_a_part, assign_along_another_dim, accumulate, assign_one_to_all], ids=lambda write: write.__name__)
-@pytest.mark.default_cases("assign-None")
+@pytest.mark.parametrize("write", [assign, assign_to_a_part, assign_along_another_dim, accumulate, assign_one_to_all, assign_one_by_a_mask_of_bytes], ids=lambda write: write.__name__)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.default_cases("assign-None", "assign_one_by_a_mask_of_bytes-None")
 def test_rows_of_a_mask_are_computed_and_written_back(write, strategy):
     check(lambda: Rows(write), by_call, "rows", strategy)
+
+
+class ConstantRows(nn.Module):
+    """Writes as many constant rows as a batch brings into the places of a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x, ids, rows):
+        hidden = self.first(x).clone()
+        hidden[ids == 3] = rows
+        return F.mse_loss(hidden, x)
+
+
+@pytest.mark.parametrize("capture", ["auto", "fx"])
+@pytest.mark.parametrize("wrong", [0, 2, 5])
+@pytest.mark.default_cases("2-auto", "0-fx")
+def test_constant_rows_of_another_number_than_a_mask_has_are_an_error_at_the_call(wrong, capture):
+    torch.manual_seed(0)
+    reference = ConstantRows()
+    model = compiled(copy.deepcopy(reference), None, capture=capture)
+    x, ids = torch.randn(8, 4), torch.tensor([3, 0, 3, 1, 3, 3, 2, 0])
+    losses = []
+    for one in (reference, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        found = []
+        for number in (4, wrong, 1, 4):
+            optimizer.zero_grad()
+            if number == wrong:
+                with pytest.raises(RuntimeError, match="shape mismatch"):
+                    one(x, ids, torch.ones(number, 4))
+                continue
+            loss = one(x, ids, torch.ones(number, 4))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert_parity(reference, model, *losses, by_pytorch=True)
+    assert sum(model._graphacc_engine.by_pytorch.counts.values()) == 1
 
 
 def test_another_answer_is_another_program_and_an_earlier_one_is_found_again():

@@ -32,12 +32,18 @@ def _write(x, selector, source, method):
 
 def _selector(ctx, indices):
     """torch's list of optional index tensors as a numpy index; trailing dims may be left out."""
+    indices = _with_masks(indices)
     if any(index is not None and index.dtype == bool for index in indices):
         raise LoweringError(
             f"{ctx.node.name} ({ctx.node.target}) indexes with a bool tensor: how many elements that selects depends "
             "on the data, and XLA's shapes are fixed; use torch.where or a multiplication with the mask"
         )
     return tuple(slice(None) if index is None else index for index in indices)
+
+
+def _with_masks(indices):
+    """torch's index tensors, those of uint8 as the masks that they are."""
+    return [index if index is None or index.dtype != np.uint8 else index != 0 for index in indices]
 
 
 @register("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -47,7 +53,7 @@ def index(ctx, x, indices):
 
 @register("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(ctx, x, indices, values, accumulate=False):
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    given = [(dim, index) for dim, index in enumerate(_with_masks(indices)) if index is not None]
     if len(given) == 1 and given[0][1].dtype == bool:
         return _put_where(x, *given[0], cast(values, x.dtype), accumulate)
     selector = _selector(ctx, indices)
