@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "lowering": {"errors", "_compat", "graph", "ops", "kernels"},
     "search": {"_compat", "collector", "errors", "cache", "graph", "ops", "passes", "strategy", "costs", "capture"},
     "runtime": {"errors", "cache", "_compat", "graph", "hlo", "kernels", "ops", "strategy", "lowering", "passes.memory"},
-    "loop": {"collector", "errors", "_compat", "graph", "hlo", "capture", "costs", "optim", "passes", "runtime", "search", "strategy"},
+    "loop": {"collector", "errors", "_compat", "graph", "hlo", "ops", "capture", "costs", "optim", "passes", "runtime", "search", "strategy"},
     "api": {"_compat", "costs", "errors", "loop", "runtime", "search", "strategy"},
     "checkpoints": {"errors", "graph", "loop", "runtime"},
     "report": {"errors", "cache", "graph", "strategy", "runtime", "loop", "passes", "passes.memory", "search"},

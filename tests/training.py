@@ -14,6 +14,7 @@ from zoo import adamw
 
 import graphacc
 from graphacc.capture import FX
+from graphacc.loop import build
 from graphacc.loop.execution import Execution
 
 STEPS = 5
@@ -111,7 +112,8 @@ def captured_once(*key: object) -> Iterator[None]:
         if engine.fallback.backend is not FX:
             return capture(execution, build_graph, *arguments)
         strategy = engine.programs.strategy
-        place = (*key, next(count), build_graph.__name__, strategy.precision, strategy.microbatches)
+        parts = arguments[-1] if build_graph is build.joint_graph else strategy.microbatches  # a whole batch's serves all
+        place = (*key, next(count), build_graph.__name__, strategy.precision, parts)
         if place not in _captures:
             _captures[place] = capture(execution, build_graph, *arguments)
         return _captures[place]

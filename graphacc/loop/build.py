@@ -19,6 +19,8 @@ from graphacc.loop.bounds import Range, indices_of
 from graphacc.loop.managed import Handle
 from graphacc.loop.microbatches import Attempts, CutOtherwise, expected_failures
 from graphacc.loop.tape import Param, Ref, Tape
+from graphacc.ops.chunked import Split
+from graphacc.passes.microbatches import joined
 
 Step = StepGraph | HloStep
 """What the two ways to capture give."""
@@ -270,10 +272,33 @@ def microbatch(tensor: Tensor, tape: Tape, external: int, count: int, part: int)
     dim = _microbatch_dim(tape, external, count) if count > 1 else None
     if dim is None:
         return tensor
-    size = tape.rows.get(external, tensor.shape[dim])
+    _check_size(tape.rows.get(external, tensor.shape[dim]), count)
+    return part_of(tensor, dim, count, part)
+
+
+def microbatch_dims(tape: Tape, step: StepGraph, count: int) -> dict[str, int | None]:
+    """Target of each BATCH input of `step` -> the dim of its examples, along which it is cut: any choice gives the same results.
+
+    Raises:
+        StrategyError: the batch cannot be cut into `count` equal parts.
+    """
+    externals = {path: index for index, path in enumerate(tape.external_paths)}
+    found = {item.target: _microbatch_dim(tape, externals[item.target], count) for item in step.inputs if item.kind is Kind.BATCH}
+    for target, dim in found.items():
+        if dim is not None:
+            _check_size(tape.rows.get(externals[target], tape.externals[externals[target]].shape[dim]), count)
+    return found
+
+
+def part_of(tensor: Tensor, dim: int, count: int, part: int) -> Tensor:
+    """One of `count` equal parts of a tensor."""
+    size = tensor.shape[dim] // count
+    return tensor.narrow(dim, part * size, size)
+
+
+def _check_size(size: int, count: int) -> None:
     if size % count:
         raise StrategyError(f"microbatches={count} does not divide the batch of {size}: choose a batch size that is a multiple of {count}, or other microbatches")
-    return tensor.chunk(count, dim)[part]
 
 
 def _microbatch_dim(tape: Tape, external: int, count: int) -> int | None:
@@ -291,13 +316,16 @@ def _microbatch_dim(tape: Tape, external: int, count: int) -> int | None:
     return None if external in tape.loose and rows != count else 0  # one row fits everything
 
 
-def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor) -> Callable[[], Tensor]:
-    """A function that gives a value of the whole batch from its microbatches: joined along the dim that grows with them, or the mean of numbers.
+def from_microbatches(parts: Sequence[Callable[[], Tensor]], like: Tensor, how: Split | str | None = None) -> Callable[[], Tensor]:
+    """A function that gives a value of the whole batch from its microbatches.
 
     Args:
         parts: fetch one microbatch's value each.
         like: has the shape that the value has for the whole batch.
+        how: as `Microbatches.results` says; None: each microbatch stands for itself, and values are joined along the dim that grows with them, or are the mean of numbers.
     """
+    if how is not None:
+        return lambda: joined([part() for part in parts], how)
     if len(parts) == 1:
         return parts[0]
 

@@ -104,6 +104,7 @@ class Choice:
         self.plan = self.plan or Plan.from_json(found)
         log.warning("graphacc: %s", self.plan.line)
         programs.cp_is_asked = CP in self.request.pins
+        programs.chose_microbatches = "microbatches" not in self.request.pins
         if self.plan.strategy != programs.strategy:
             engine.bring_home()
             engine.programs = adopted(programs, self.plan.strategy)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from graphacc import collector
-from graphacc.capture import hyperparameters, init_optimizer_state
+from graphacc.capture import FX, hyperparameters, init_optimizer_state
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.optimizer import is_separable
-from graphacc.graph import Kind
+from graphacc.graph import Kind, StepGraph
 from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.identity import Identity
@@ -22,6 +22,7 @@ from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled, number_bits
 from graphacc.loop.promise import written_too_early
 from graphacc.loop.tape import Tape
+from graphacc.passes.microbatches import NUMBER, Inseparable, Microbatches, in_microbatches
 from graphacc.passes.stream import SENT, STREAM
 
 if typing.TYPE_CHECKING:
@@ -41,6 +42,14 @@ _GOLDEN = 0x9E3779B9
 """Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
 
 
+class _Joint(typing.NamedTuple):
+    """Forward and backward of a recording, or of one of its microbatches."""
+
+    step: build.Step
+    parts: Microbatches | None = None
+    why_apart: str = ""
+
+
 class Execution:
     """The programs of one model's recordings."""
 
@@ -49,27 +58,63 @@ class Execution:
         self.tracing = False  # a graph is captured
         self.updates = 0  # programs so far that changed parameters
         self.observers: "list[StepLogger]" = []  # they measure steps
-        self._joints: dict[tuple, build.Step] = {}
+        self._joints: dict[tuple, _Joint] = {}
 
     def joint(self, tape: Tape) -> build.Step:
+        """Forward and backward of a recording, or of one of its microbatches."""
+        return self._joint(tape, self.count(tape)).step
+
+    def count(self, tape: Tape) -> int:
+        """The number of microbatches of a recording: the strategy's; where the search has chosen that, the next smaller one that gives what the batch gives."""
+        programs = self.engine.programs
+        asked = programs.strategy.microbatches
+        if asked == 1 or not programs.chose_microbatches:
+            return asked
+        rows = microbatches.batch_size(tape)
+        count = next(count for count in range(asked, 0, -1) if count == 1 or (rows is not None and rows % count == 0))
+        parts = self._joint(tape, count).parts
+        return 1 if parts is None or parts.repeated else count
+
+    def parts(self, tape: Tape) -> Microbatches | None:
+        """How the recording's batch is cut so that its parts together give what it gives as a whole; None: there is one part, or each stands for itself."""
+        return self._joint(tape, self.count(tape)).parts
+
+    def why_apart(self, tape: Tape) -> str:
+        """Why the microbatches of a recording stand each for itself, so that the loss is the mean of theirs; empty if they do not."""
+        return self._joint(tape, self.count(tape)).why_apart
+
+    def _joint(self, tape: Tape, count: int) -> "_Joint":
         code = tape.forward_key if tape.bucket is None else tape.bucket
-        key = (self.engine.fallback.backend.name, code, tape.loss, tuple(tape.outputs), tape.frozen)
+        key = (self.engine.fallback.backend.name, code, tape.loss, tuple(tape.outputs), tape.frozen, count)
         if key not in self._joints:
-            capture = self._joint_capture(tape)
-            self._joints[key] = capture(tape) if tape.bucket is None else tape.bucket.take(_joint_program(tape), capture)
+            self._joints[key] = self._captured_joint(tape, count)
             while len(self._joints) > MAX_JOINTS:
                 self._joints.pop(next(iter(self._joints)))
         return self._joints[key]
 
-    def _joint_capture(self, tape: Tape) -> Callable[[Tape], build.Step]:
-        """Captures forward and backward of a recording with the results of this one."""
+    def _captured_joint(self, tape: Tape, count: int) -> "_Joint":
+        capture = self._joint_capture(tape, count)
+        if tape.bucket is not None:
+            return _Joint(tape.bucket.take(_joint_program(tape), capture))
+        if count == 1 or self.engine.fallback.backend is not FX:
+            return _Joint(capture(tape), why_apart="" if count == 1 else "it was captured by lazy tensors")
+        whole = self._joint(tape, 1).step
+        assert isinstance(whole, StepGraph), "captured as an fx graph"
+        try:
+            parts = in_microbatches(whole, count, build.microbatch_dims(tape, whole, count))
+        except Inseparable as error:
+            return _Joint(whole if self.engine.programs.chose_microbatches else capture(tape), why_apart=str(error))
+        return _Joint(parts.step, parts)
+
+    def _joint_capture(self, tape: Tape, microbatches: int = 1) -> Callable[[Tape], build.Step]:
+        """Captures forward and backward of a recording with the results of this one; of its first microbatch, if it has several."""
         engine, strategy = self.engine, self.engine.programs.strategy
         tensors = [handle.tensor for handle in engine.handles.values() if handle.kind is Kind.PARAM]
         functions = [owner for call in tape.forward_calls if isinstance(owner := getattr(call.function, "__self__", None), type) and issubclass(owner, torch.autograd.Function)]
 
         def capture(like: Tape) -> build.Step:
             with engine.guards.noting_backward(tensors, functions), no_python_randomness():
-                return self.capture(build.joint_graph, like, tape.outputs, strategy.precision, strategy.microbatches)
+                return self.capture(build.joint_graph, like, tape.outputs, strategy.precision, microbatches)
 
         return capture
 
@@ -105,8 +150,7 @@ class Execution:
     def run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
         self._choose(tape)
-        count = self.engine.programs.strategy.microbatches
-        accumulates = self._accumulates(tape)
+        count, accumulates = self.count(tape), self._accumulates(tape)
         compiled = self.program(
             "grad",
             {**self.forward_aspects(tape), "results": tuple(tape.outputs), "accumulation": accumulates},
@@ -116,13 +160,14 @@ class Execution:
             self._prepare_accumulator(compiled, name)
         self.upload(compiled, tape)
         feeds = [self.feeds(compiled, tape, microbatch=i) for i in range(count)]
+        cut = self.parts(tape)
         with self.engine.verifier.watching(compiled, tape):
             parts = self.engine.programs.run_microbatches(compiled, feeds)
             self.note_run(compiled, count)
             self._mark_stale(compiled)
             tape.fulfil(tape.loss, lambda: torch.stack([part[Kind.LOSS, "loss"]() for part in parts]).sum())
             for index in tape.outputs:
-                fetch = build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index])
+                fetch = build.from_microbatches([part[Kind.USER, str(index)] for part in parts], tape.values[index], cut and cut.results[str(index)])
                 tape.fulfil(index, _cut(tape, _joint_program(tape), index, fetch))
             for index, (calls, starts) in tape.numbers.items():
                 tape.fulfil(index, microbatches.computed(tape, index, calls, starts))
@@ -404,20 +449,27 @@ class Execution:
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
     ) -> dict[tuple[Kind, str], object]:
         """The inputs of a program that are no state."""
-        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, microbatch or 0), tape.counter & 0xFFFFFFFF]}
+        count = self.count(tape) if microbatch is not None else 1
+        cut = self.parts(tape) if count > 1 else None
+        number = 0 if microbatch is None or cut is not None else microbatch
+        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, number), tape.counter & 0xFFFFFFFF]}
         if compiled.draws and not tape.drawn_at:
             self.engine.keys.note_draws()
         padded = tape.bucket if compiled.kind in _OF_FORWARD else None
         if padded is not None:
             feeds |= {(Kind.BATCH, target): length for target, length in padded.length_inputs(tape).items()}
-        count = self.engine.programs.strategy.microbatches if microbatch is not None else 1
         for index, path in enumerate(tape.external_paths):
             tensor = tape.given(index) if count == 1 else tape.external(index)
             if padded is not None:
                 tensor = padded.pad(index, tensor)
-            if count > 1:
+            if count > 1 and cut is None:
                 tensor = build.microbatch(tensor, tape, index, count, microbatch or 0)
             feeds[Kind.BATCH, path] = tensor
+        if cut is not None:
+            given = dict(feeds)
+            feeds[Kind.BATCH, NUMBER] = microbatch
+            feeds |= {(Kind.BATCH, target): given[Kind.BATCH, path] for target, path in cut.whole.items()}
+            feeds |= {(Kind.BATCH, path): build.part_of(typing.cast(Tensor, given[Kind.BATCH, path]), split.dim, count, microbatch or 0) for path, split in cut.splits.items()}
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}
         for item in compiled.graph.inputs:

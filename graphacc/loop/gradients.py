@@ -21,7 +21,7 @@ from graphacc.loop import build
 from graphacc.loop.decisions import memory_of
 from graphacc.loop.fallback import NOT_COMPILED, explanation
 from graphacc.loop.managed import SPENT, ZERO, Handle
-from graphacc.loop.microbatches import note_of_loss, numbers_of_batch
+from graphacc.loop.microbatches import note_of_loss, note_of_repetition, numbers_of_batch
 from graphacc.loop.promise import Promise
 from graphacc.loop.tape import Tape
 
@@ -38,14 +38,17 @@ class Gradients:
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self.pending: Tape | None = None  # had its backward, not yet run
-        self._has_noted_loss = False
+        self._has_noted_microbatches = False
         self.accumulated: set[str] = set()  # parameters whose gradient so far lies on the devices
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
 
-    def _note_loss(self, tape: Tape) -> None:
-        if not self._has_noted_loss and (note := note_of_loss(tape)) is not None:
-            self._has_noted_loss = True
-            log.warning("graphacc: %s", note)
+    def _note_microbatches(self, tape: Tape) -> None:
+        """Say once what microbatches cost here, or mean."""
+        execution = self.engine.execution
+        cut, why = execution.parts(tape), execution.why_apart(tape)
+        if not self._has_noted_microbatches and (why or (cut is not None and cut.repeated)):
+            self._has_noted_microbatches = True
+            log.warning("graphacc: %s", note_of_loss(tape, why) if cut is None else note_of_repetition(cut.count, cut.repeated))
 
     def backward(self, tape: Tape) -> None:
         """``loss.backward()`` was recorded on `tape`."""
@@ -53,7 +56,6 @@ class Gradients:
             self._settle_pending()
             tape.outputs = tape.live()
             if self.engine.programs.strategy.microbatches > 1:
-                self._note_loss(tape)
                 numbers = tape.numbers = numbers_of_batch(tape)
                 tape.outputs = sorted({*tape.outputs, *(start for _, starts in numbers.values() for start in starts)} - numbers.keys() - {tape.loss})
             self.engine.execution.settle_length(tape)
@@ -66,6 +68,8 @@ class Gradients:
                 self.engine.refuse(tape, error)
                 self._by_autograd(tape, self.engine.by_pytorch.run, explanation(error))
                 return
+            if self.engine.programs.strategy.microbatches > 1:
+                self._note_microbatches(tape)
             self.pending = tape
             self.engine.ways_back.follow(tape)
             held = {}

@@ -29,7 +29,7 @@ from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on
 from graphacc.runtime.transfer import send_to_all, zeros_on
 from graphacc.strategy.axes import SPMD_AXES
 from graphacc.strategy.in_force import TensorDecision
-from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order
+from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order, one_after_the_other
 from graphacc.strategy.spec import Strategy
 
 RECORDED_RUNS = 3
@@ -99,11 +99,13 @@ class PipelinePrograms(Programs):
 
     def run_microbatches(self, compiled: Pipelined, feeds: Sequence[Feeds]) -> list[Fetched]:
         by_name = {(program.part, program.index): program for program in compiled.programs}
-        known = ((by_name.get((action.part.value, action.chunk)), action) for action in self._order)
+        is_planned = len(feeds) == self.schedule.num_microbatches
+        order = self._order if is_planned else one_after_the_other(self.schedule, len(feeds))
+        known = ((by_name.get((action.part.value, action.chunk)), action) for action in order)
         tasks = [Task(program=program, microbatch=action.microbatch) for program, action in known if program is not None]
         self._prepare_replicas(compiled)
         runs = self._runs[compiled] = self._runs.get(compiled, 0) + 1
-        recorder = Recorder(self.strategy.pp) if runs <= RECORDED_RUNS and process_count() == 1 else None
+        recorder = Recorder(self.strategy.pp) if is_planned and runs <= RECORDED_RUNS and process_count() == 1 else None
         try:
             fetched = self._run(compiled, tasks, feeds, recorder)
         finally:

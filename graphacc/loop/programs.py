@@ -234,6 +234,7 @@ class Programs:
         self.annotations = annotations
         self.can_pad = False  # whether lengths that differ could be padded, and are not; the engine knows
         self.without: frozenset[str] = frozenset()  # names of optional passes that are left out
+        self.chose_microbatches = False  # a search did, which promises what the whole batch gives
         self.cp_is_asked = True  # by the user, who is told about batches that it does not divide; otherwise a search chose it, and they run
         self.frozen: Callable[[], frozenset[str]] = frozenset  # parameters that nothing trains; the engine knows
         self.build_seconds = 0.0  # that capturing and compiling took

@@ -342,7 +342,7 @@ def _reference(engine: "Engine", run: _Run, start: Values) -> _Reference:
 def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor], *, grads: bool) -> Values:
     """The forward, and backward if `grads`: loss, results, buffers, and the gradients added to those so far."""
     tape, strategy = run.tape, engine.programs.strategy
-    count = strategy.microbatches if run.kind == "grad" else 1
+    count = engine.execution.count(tape) if run.kind == "grad" and engine.execution.parts(tape) is None else 1
     wanted = [i for i in (tape.loss, *run.outputs) if i is not None and any(i in call.results for call in tape.forward_calls)]
     wanted = [i for i in wanted if run.kind != "forward" or i in run.outputs]
     parts: list[dict[int, Tensor]] = []
@@ -586,7 +586,8 @@ def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expect
     for item in compiled.graph.inputs:
         if item.kind in STATE_KINDS and (item.kind, item.target) in run.start:
             programs.put(compiled, item.kind, item.target, run.start[item.kind, item.target])
-    count = programs.strategy.microbatches if run.kind == "grad" else 1
+    count = engine.execution.count(run.tape) if run.kind == "grad" else 1
+    cut = engine.execution.parts(run.tape) if count > 1 else None
     feeds = [engine.execution.feeds(compiled, run.tape, binding=run.binding, microbatch=i if run.kind == "grad" else None) for i in range(count)]
     if run.kind == "backward":
         feeds[0] |= {(Kind.BATCH, build.gradient_path(index)): seed for index, seed in run.seeds.items()}
@@ -598,7 +599,7 @@ def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expect
         if (kind, target) in parts[0]:
             fetchers = [part[kind, target] for part in parts]
             like = run.tape.values[run.tape.loss if kind is Kind.LOSS else int(target)]
-            got[kind, target] = torch.stack([fetch() for fetch in fetchers]).sum() if kind is Kind.LOSS else build.from_microbatches(fetchers, like)()
+            got[kind, target] = torch.stack([fetch() for fetch in fetchers]).sum() if kind is Kind.LOSS else build.from_microbatches(fetchers, like, cut and cut.results[target])()
         else:
             got[kind, target] = programs.fetch(kind, target) if programs.holds(kind, target) else run.start[kind, target]
     return got

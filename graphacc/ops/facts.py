@@ -76,6 +76,7 @@ _TABLE = {
     "mul.Scalar div.Tensor div.Scalar neg.default": Facts(linear=("self",)),
     "prims.div.default": Facts(linear=("a",)),
     "add.Tensor sub.Tensor where.self": Facts(joint=("self", "other")),
+    "lerp.Scalar": Facts(joint=("self", "end")),
 }
 
 

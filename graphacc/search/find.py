@@ -8,8 +8,9 @@
 
 Profiles take nearly all of the time, so they are made in order of a lower bound, from small sizes of the model axes to large ones, until the
 bounds of all others are above a strategy that fits: what a profile computes and exchanges over its model axes (`Profile.floor`) bounds those
-in which one of these axes is larger. That larger model axes save neither work nor exchanges of a rank is a property of the model of costs,
-which tests hold against estimates of every candidate; within it the order is optimal. What the model errs is said with the plan.
+in which one of these axes is larger, or a device works on more and smaller parts of the batch. That neither saves work or exchanges of a rank is a
+property of the model of costs, which tests hold against estimates of every candidate; within it the order is optimal. So is that more microbatches
+save nothing but a pipeline's bubble. What the model errs is said with the plan.
 """
 
 import collections
@@ -31,6 +32,7 @@ from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.experts import find_experts
+from graphacc.passes.microbatches import Inseparable, in_microbatches
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
@@ -107,6 +109,23 @@ class Search:
         self._experts = find_experts(joint)
         self.reduced = reduce_repeats(joint)
         self._state = _state_bytes(update)
+
+    @functools.cached_property
+    def microbatches_apart(self) -> str:
+        """Why microbatches would not give what the batch gives, or not save anything; empty if they do."""
+        if self.microbatches > 1:
+            return f"the step was captured with {self.microbatches} of them"
+        rows = self.limits().batch_size
+        if rows is None or rows % 2:
+            return "no examples are seen in the batch" if rows is None else f"the batch has {rows} examples"
+        start = time.perf_counter()
+        try:
+            with without_function_modes(), collector.paused():
+                return in_microbatches(self.joint, 2, self.batch_dims).repeated
+        except Inseparable as error:
+            return str(error)
+        finally:
+            self._spent("microbatches", start)
 
     # ---- levels of evaluation
 
@@ -186,6 +205,7 @@ class Search:
         Raises:
             StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
         """
+        request = self._with_free_microbatches(request)
         ranked, finalists, num_slower, refusals = self._best(request)
         if not ranked:
             raise StrategyError(self._no_candidate(request, refusals))
@@ -219,6 +239,26 @@ class Search:
             search_seconds=dict(self.seconds),
             notes=notes,
         )
+
+    def _with_free_microbatches(self, request: Request) -> Request:
+        """The request, in which microbatches are free where they give what the batch gives.
+
+        CPU devices share their cores and memory, which no pipeline saves: there they are free where one is asked for.
+
+        Raises:
+            StrategyError: a pipeline is asked for, and no microbatches.
+        """
+        asks = request.pins.get(PP, 1) != 1
+        if request.has_microbatches or "microbatches" in request.pins or (self._is_cpu and not asks):
+            return request
+        if not self.microbatches_apart:
+            return dataclasses.replace(request, exact_microbatches=True)
+        if asks:
+            raise StrategyError(
+                f"auto with pp={request.pins[PP]}: a pipeline works on microbatches, which are not chosen unasked here, as each would stand for itself and the loss be the mean of theirs: "
+                f"{self.microbatches_apart}; add microbatches=8, or microbatches=auto"
+            )
+        return request
 
     def _best(self, request: Request) -> tuple[Ranking, Ranking, int, Refusals]:
         """Candidates with their estimates; those that the real passes have evaluated, and that fit; how many others are slower; what was refused."""
@@ -258,7 +298,7 @@ class Search:
         groups: dict[tuple, list[Strategy]] = {}  # strategies that share a profile
         for strategy in candidates(request, self.limits(), refusals):
             groups.setdefault((*self._profile_key(strategy), strategy.pp, strategy.microbatches), []).append(strategy)
-        bounds = dict.fromkeys(sorted(groups, key=lambda key: math.prod(_sizes(groups[key][0]))), 0.0)  # seconds that no strategy of a profile falls below
+        bounds = dict.fromkeys(sorted(groups, key=lambda key: (math.prod(_sizes(groups[key][0])), groups[key][0].microbatches)), 0.0)  # seconds that no strategy of a profile falls below
         found: Ranking = []
         best, num_slower = math.inf, 0
         while bounds:
@@ -276,6 +316,10 @@ class Search:
                     num_slower += len(members)
                     continue
             ranked = self._estimated(members, refusals)
+            busy = min((estimate.seconds - estimate.bubble_seconds - estimate.waiting_seconds for _, estimate in ranked), default=0.0)
+            for key in bounds:  # more microbatches make smaller bubbles, and save nothing else
+                if _has_more_microbatches(groups[key][0], members[0]):
+                    bounds[key] = max(bounds[key], busy)
             if "remat" not in request.pins:
                 ranked += self._rematerialised(ranked, best)
             found += ranked
@@ -427,7 +471,8 @@ class Search:
             if freed:
                 lines.append(f"  {name}={field_text(getattr(freed[0], name))} in the place of {name}={field_text(request.pins[name])} ({freed[0]})")
         if not request.has_microbatches and (fitting := self._with_microbatches(smallest)) is not None:
-            lines.append(f"  microbatches={fitting.microbatches} ({fitting}), if the mean of their losses is the loss of the whole batch")
+            loss = f", whose loss is the mean of theirs: {self.microbatches_apart}" if self.microbatches_apart else ""
+            lines.append(f"  microbatches={fitting.microbatches} ({fitting}){loss}")
         if not conflict:
             lines.append("  more devices, a smaller batch, or accumulation over several smaller ones")
         return "\n".join(lines)
@@ -527,9 +572,13 @@ class Search:
         """Forward and backward of one of the strategy's microbatches."""
         count = strategy.microbatches
         if count not in self._joints:
-            if self._capture is None:
+            if not self.microbatches_apart:
+                with without_function_modes():
+                    self._joints[count] = in_microbatches(self.joint, count, self.batch_dims).step
+            elif self._capture is None:
                 raise StrategyError(f"{strategy}: the step was captured with {self.microbatches} microbatches")
-            self._joints[count] = self._capture(count)
+            else:
+                self._joints[count] = self._capture(count)
         return self._joints[count]
 
     def _update_in(self, strategy: Strategy) -> StepGraph | None:
@@ -618,11 +667,17 @@ def _gathers_over_all(strategy: Strategy) -> Strategy | None:
 
 
 def _is_within(smaller: Strategy, larger: Strategy) -> bool:
-    """Whether the profile of one strategy bounds the other's: its model axes are divisors of the other's, and used alike."""
-    if (smaller.pp, smaller.microbatches) != (larger.pp, larger.microbatches):
+    """Whether the profile of one strategy bounds the other's: its model axes are divisors of the other's, and used alike, and a device works on fewer and larger parts of the batch."""
+    if larger.microbatches * smaller.pp % (smaller.microbatches * larger.pp):
         return False
     divide = all(large % small == 0 for small, large in zip(_sizes(smaller), _sizes(larger), strict=True))
     return divide and (smaller.tp == 1 or smaller.sequence_parallel == larger.sequence_parallel) and (smaller.cp == 1 or smaller.context == larger.context)
+
+
+def _has_more_microbatches(strategy: Strategy, other: Strategy) -> bool:
+    """Whether a strategy's group differs from the other's by its number of microbatches, a multiple."""
+    alike = all(getattr(strategy, name) == getattr(other, name) for name in (*_PROFILED, PP))
+    return alike and strategy.microbatches > other.microbatches and strategy.microbatches % other.microbatches == 0
 
 
 def _kind(strategy: Strategy) -> tuple:

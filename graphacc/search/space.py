@@ -3,8 +3,8 @@
 Chosen are the sizes of the mesh axes (`pp`, `dp`, `fsdp`, `tp`, `cp`, `ep`), the ZeRO stage, sequence parallelism, how attention crosses
 `cp`, and the schedule of a pipeline; and what backward computes again (`remat`), for strategies that would not fit without. Where no strategy fits, all
 are tried again with the optimizer's state on the host (`offload`).
-Never chosen is what changes results: precision, the capacity factor, quantised communication. Nor are microbatches, whose mean is the loss of
-the whole batch for some losses only, unless the request says ``microbatches=auto``; so there are pipelines where there are microbatches.
+Never chosen is what changes results: precision, the capacity factor, quantised communication. Microbatches, and so pipelines, are chosen where they
+together give what the batch gives (`graphacc.passes.microbatches`), or where the request says ``microbatches=auto``.
 """
 
 import dataclasses
@@ -39,16 +39,12 @@ class Request:
 
     devices: int
     pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    chooses_microbatches: bool = False
+    chooses_microbatches: bool = False  # also where the loss is then the mean of their losses
+    exact_microbatches: bool = False  # they give what the batch gives, so that they are chosen unasked; the search finds out
 
     def __post_init__(self):
         if self.devices < 1:
             raise StrategyError(f"devices={self.devices}: a strategy needs at least one device")
-        if self.pins.get(PP, 1) != 1 and "microbatches" not in self.pins and not self.chooses_microbatches:
-            raise StrategyError(
-                f"auto with pp={self.pins[PP]}: a pipeline works on microbatches, whose mean is the loss of the whole batch for some losses only, so they are not chosen "
-                "unasked; add microbatches=8, or microbatches=auto"
-            )
         if self.pins.get("stages"):
             raise StrategyError("auto with stages: they name chunks of one pipeline; leave them out, or write the strategy whole")
         for axis in AXES:
@@ -58,7 +54,12 @@ class Request:
 
     @property
     def has_microbatches(self) -> bool:
-        return self.chooses_microbatches or self.pins.get("microbatches", 1) > 1
+        return self.frees_microbatches or self.pins.get("microbatches", 1) > 1
+
+    @property
+    def frees_microbatches(self) -> bool:
+        """Whether their number is to be found."""
+        return "microbatches" not in self.pins and (self.chooses_microbatches or self.exact_microbatches)
 
     @property
     def text(self) -> str:
@@ -135,19 +136,20 @@ def candidates(request: Request, limits: Limits, refusals: Refusals) -> Iterator
 
 def _microbatches(mesh: Mapping[str, int], request: Request, limits: Limits) -> Sequence[int]:
     """Numbers of microbatches to choose from."""
-    if not request.chooses_microbatches:
+    if not request.frees_microbatches:
         return (int(request.pins.get("microbatches", 1)),)
     rows = None if limits.batch_size is None else limits.batch_size // math.prod(mesh[axis] for axis in DATA_AXES)
     return [count for count in MICROBATCHES if count >= mesh[PP] and (count == 1 or (rows is not None and rows % count == 0))]
 
 
 def first_strategy(request: Request) -> Strategy:
-    """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`."""
+    """A strategy that agrees with the pins, for what runs before the search: what is left of the devices forms `fsdp`; stages need microbatches."""
+    pins = {key: value for key, value in request.pins.items() if "microbatches" in request.pins or key not in (PP, "schedule", "chunks")}
     left = request.devices
     for axis in AXES:
-        left //= request.pins.get(axis, 1)
-    axis = FSDP if FSDP not in request.pins else DP
-    fields = {key: value for key, value in request.pins.items() if not (key == "zero" and axis == DP and request.pins[FSDP] == 1)}
+        left //= pins.get(axis, 1)
+    axis = FSDP if FSDP not in pins else DP
+    fields = {key: value for key, value in pins.items() if not (key == "zero" and axis == DP and pins[FSDP] == 1)}
     try:
         return Strategy(**{**fields, **({axis: left} if left > 1 or axis not in fields else {})})
     except StrategyError:

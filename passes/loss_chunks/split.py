@@ -19,9 +19,10 @@ from graphacc.graph import Input, Kind, Output, Phase, StepGraph, copy_node
 from graphacc.ops.chunked import SAME, Body, Split
 from graphacc.ops.facts import OpKind, of_kind
 from graphacc.passes.cleanup import merge_common_subexpressions, remove_dead_code
-from graphacc.passes.edit import Editor, infer, shape_of
+from graphacc.passes.edit import shape_of
 from graphacc.passes.loss_chunks.find import Refused, Region, described
 from graphacc.passes.partition import AxisPlan, assign, write
+from graphacc.passes.partition.in_time import number_parts
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides, view_split
 from graphacc.passes.runner import Log
 
@@ -29,7 +30,6 @@ AXIS = "loss_chunks"
 _MAX_COUNTS = 6  # numbers of chunks that are tried, from the one that was asked for up, and down
 _PARTS = of_kind(OpKind.PART)
 _RESHAPES = of_kind(OpKind.RESHAPE)
-aten, own = torch.ops.aten, torch.ops.graphacc
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _written(step: StepGraph, region: Region, plan: AxisPlan) -> Chunks:
         Refused: something as large as the logits would be whole in every chunk.
     """
     local, report = write(step, plan)
-    _number_chunks(local, plan.num_ranks)
+    number_parts(local, AXIS, plan.num_ranks, "chunk")
     remove_dead_code(local, Log())
     left = {node.name for node in local.graph.nodes}
     whole = [node for node in region.nodes if node in region.wide and plan.placements[node.name] == REPLICATE and report.homes[node.name] in left]
@@ -158,24 +158,3 @@ def _written(step: StepGraph, region: Region, plan: AxisPlan) -> Chunks:
         graph=local.graph,
     )
     return Chunks(body=body, split=tuple(outside for _, outside, _ in split), whole=tuple(outside for _, outside in shared), outputs=region.outputs)
-
-
-def _number_chunks(local: StepGraph, count: int) -> None:
-    """The number of the chunk becomes an input, and what cuts a rank's part out of a tensor cuts out the chunk's."""
-    graph = local.graph
-    first = next(iter(graph.nodes))
-    with graph.inserting_before(first):
-        number = graph.placeholder("chunk")
-    number.meta.update(first.meta, val=infer(aten.full.default, ([], 0), {"dtype": torch.int64}))
-    for node in list(graph.nodes):
-        if node.target is own.axis_index.default and node.args[1] == AXIS:
-            node.replace_all_uses_with(number)
-            graph.erase_node(node)
-        elif node.target is own.shard.default and node.args[4] == AXIS:
-            x, dim, outer = node.args[:3]
-            assert isinstance(x, torch.fx.Node) and isinstance(dim, int) and isinstance(outer, int), "graphacc::shard has other arguments"
-            edit = Editor(graph, node)
-            blocks = edit.view(x, Split(dim, outer).blocks(shape_of(x), count))
-            part = edit(aten.index_select.default, blocks, dim + 1, edit.view(number, [1]))
-            node.replace_all_uses_with(edit.view(part, shape_of(node)))
-            graph.erase_node(node)

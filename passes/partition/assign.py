@@ -101,6 +101,7 @@ def assign(
     pins: Mapping[str, Placement] = MappingProxyType({}),
     experts: ExpertParallel | None = None,
     reduce_narrow: bool = False,
+    adds_once: bool = False,
 ) -> AxisPlan:
     """Decide how `step` is carried out by the ranks of mesh axis `axis`.
 
@@ -113,21 +114,22 @@ def assign(
         model_parallel: given for an axis that splits the model instead of the batch.
         pins: node name -> the placement of its result.
         experts: given for an axis that spreads experts besides the batch; split parameters are then used as they are placed.
+        adds_once: what is added to a partial sum and is replicated is added by the first rank: where no sum may be needed before the end.
         reduce_narrow: a gradient that is computed in 16 bits is summed over the ranks as such, and not as the 32 bits that it is cast to.
 
     Raises:
         GraphError: an operator draws random numbers of its own.
     """
-    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts, reduce_narrow).run()
+    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts, reduce_narrow, adds_once).run()
 
 
 class Assigner:
     """One run of `assign`. Values of the program of one rank are named by the number of the `Action` that makes them."""
 
-    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None, reduce_narrow=False):
+    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None, reduce_narrow=False, adds_once=False):
         self.step, self.axis, self.num_ranks = step, axis, num_ranks
         self.inputs, self.outputs, self.layout = inputs, outputs, layout
-        self.model, self.pins, self.experts, self.reduce_narrow = model_parallel, pins, experts, reduce_narrow
+        self.model, self.pins, self.experts, self.reduce_narrow, self.adds_once = model_parallel, pins, experts, reduce_narrow, adds_once
         self.node: torch.fx.Node = None  # the one in work: what moves are made for
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], int] = {}
@@ -380,7 +382,7 @@ class Assigner:
         counts_sums = self.model is not None and call.phase is Phase.BACKWARD
         pin = self.pins.get(call.node.name)
         pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None
-        return choose(call, plan, counts_sums=counts_sums) if pinned is None else pinned
+        return choose(call, plan, counts_sums=counts_sums, adds_once=self.adds_once) if pinned is None else pinned
 
     def _decided(self, call: Call, plan: Plan) -> "Decision":
         meant = plan.restore or (self.model is not None and self.model.gathers_sequences and call.phase is not Phase.UPDATE)

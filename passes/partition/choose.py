@@ -15,11 +15,16 @@ from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, R
 from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
 
-def choose(call: Call, dims: Dims, *, counts_sums: bool = False) -> Plan:
-    """The cheapest way to carry out `call`; with `counts_sums`, what it costs to sum up partial results counts too."""
+def choose(call: Call, dims: Dims, *, counts_sums: bool = False, adds_once: bool = False) -> Plan:
+    """The cheapest way to carry out `call`.
+
+    Args:
+        counts_sums: what it costs to sum up partial results counts, too.
+        adds_once: what is added to a partial sum and is replicated is added by the first rank, and the sum stays partial, whatever it grows to.
+    """
     if is_replicated(call):
         return replicate(call, "")
-    plans = [*_split_plans(call, dims), *_linear_plans(call, dims)]
+    plans = [*_split_plans(call, dims), *_linear_plans(call, dims, adds_once)]
     if not plans or (dims.matmul and call.phase is Phase.UPDATE):
         return replicate(call, "its split dim cannot stay split here")
     plans.append(replicate(call, "cheaper than the alternatives"))
@@ -104,23 +109,23 @@ def _place_result(labels, label: Label, like: Shard, dims: Dims) -> Placement:
     return REPLICATE if op is None else Partial(op)
 
 
-def _linear_plans(call: Call, dims: Dims) -> list[Plan]:
+def _linear_plans(call: Call, dims: Dims, adds_once: bool) -> list[Plan]:
     """Plans that pass a partial value on, where the result is not much larger than what would be reduced before."""
     plans = []
     groups = [(name,) for name in dims.linear] + ([dims.joint] if dims.joint else [])
     for group in groups:
         members = [operand for operand in call.operands if operand.name in group]
-        common = _common_partial(members, dims.moves) if {operand.name for operand in members} == set(group) else None
-        if common is not None and all(_passes(call, operand, value) for operand in members for value in call.results):
+        common = _common_partial(members, dims.moves, adds_once) if {operand.name for operand in members} == set(group) else None
+        if common is not None and all(_passes(call, operand, value, adds_once) for operand in members for value in call.results):
             required = tuple(common if operand in members else REPLICATE for operand in call.operands)
             plans.append(Plan(required, common))
     return plans
 
 
-def _common_partial(operands: list[Operand], any_op: bool) -> Partial | None:
-    """The partial placement of all operands; zeros count as a partial sum, too."""
+def _common_partial(operands: list[Operand], any_op: bool, adds_once: bool) -> Partial | None:
+    """The partial placement of all operands; zeros count as a partial sum, too, and what is replicated if it is added once."""
     placements = {
-        operand.placement for operand in operands if not (isinstance(operand.placement, Replicate) and is_zero(operand.node))
+        operand.placement for operand in operands if not (isinstance(operand.placement, Replicate) and (adds_once or is_zero(operand.node)))
     }
     if len(placements) != 1:
         return None
@@ -132,8 +137,8 @@ def _common_partial(operands: list[Operand], any_op: bool) -> Partial | None:
     return placement
 
 
-def _passes(call: Call, operand: Operand, result: torch.Tensor | None) -> bool:
-    """The partial result has no fewer bits than the partial operand, and is not much larger.
+def _passes(call: Call, operand: Operand, result: torch.Tensor | None, any_size: bool) -> bool:
+    """The partial result has no fewer bits than the partial operand, and is not much larger, unless it may have any size.
 
     Backward may grow fourfold (a slice's gradient in its parameter's shape): what it makes is mostly added up further and
     scattered once, at half the cost of reducing to all ranks.
@@ -141,7 +146,7 @@ def _passes(call: Call, operand: Operand, result: torch.Tensor | None) -> bool:
     if result is None:
         return True
     growth = 4 if call.phase is Phase.BACKWARD else 1
-    if isinstance(operand.placement, Partial) and result.numel() > growth * max(math.prod(operand.shape), 1):
+    if not any_size and isinstance(operand.placement, Partial) and result.numel() > growth * max(math.prod(operand.shape), 1):
         return False
     before, after = operand.dtype, result.dtype
     return before == after or (

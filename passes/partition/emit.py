@@ -16,7 +16,7 @@ from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
-_META = ("phase", "module_path", "stack_trace", "segment", "region", "recomputed", "chunked", "origin", "filled")
+_META = ("phase", "module_path", "stack_trace", "segment", "region", "recomputed", "checkpoint", "chunked", "origin", "filled")
 _VIEWS = of_kind(OpKind.RESHAPE)
 
 

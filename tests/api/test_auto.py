@@ -1,6 +1,7 @@
 """`strategy="auto"`: searched at the first step, said in one line, and the loop trains as PyTorch does."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import zoo
 from torch import nn
 
 import graphacc
+from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
 from graphacc.strategy import Strategy
 
@@ -151,8 +153,6 @@ def test_one_device_has_nothing_to_search():
 @pytest.fixture
 def without_memory(monkeypatch):
     """Devices that nothing fits on."""
-    from graphacc.costs.hardware import Hardware
-
     small = Hardware.parse("cpu:8")
     small = small.replace(chip=small.chip.__class__(**{**vars(small.chip), "memory_bytes": 20_000}))
     monkeypatch.setattr(Hardware, "present", classmethod(lambda cls, devices=None: small))
@@ -235,3 +235,67 @@ def test_on_the_meta_device_and_for_hardware_that_is_not_here():
     assert next(model.parameters()).device.type == "meta"
     whole = graphacc.plan(model, {"input_ids": ids, "labels": ids}, hardware="2x8xH100", strategy="dp=16,precision=bf16")
     assert whole.strategy == Strategy(dp=16, precision="bf16") and whole.estimate.bytes_per_device > plan.estimate.bytes_per_device
+
+
+# ---- microbatches and pipelines that nobody asked for
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(4))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def sequences(step: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some labels do not count, of each sequence other ones."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(32, (rows, 24), generator=generator)
+    return x, x.roll(-1, 1).masked_fill(torch.arange(24) >= torch.randint(1, 25, (rows, 1), generator=generator), -100)
+
+
+def of_tokens(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def against_each_other(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out[:, 0] @ out[:, -1].T, torch.arange(len(out)))
+
+
+LOOPS = {"alike": [(16, of_tokens)] * 3, "a last batch of another size": [(16, of_tokens), (16, of_tokens), (6, of_tokens), (3, of_tokens)],
+         "another loss": [(16, of_tokens), (16, against_each_other), (16, of_tokens)]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "memory"), [("auto,dp=4,remat=none,offload=none", 300_000), ("auto,pp=2", 2**30)])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.default_cases("a last batch of another size-auto,pp=2-1073741824", "another loss-auto,dp=4,remat=none,offload=none-300000")
+def test_microbatches_are_chosen_where_they_give_what_the_batch_gives(monkeypatch, caplog, loop, strategy, memory):
+    """The search takes the devices for four GPUs."""
+    gpus = Hardware.parse("4xH100")
+    gpus = gpus.replace(chip=dataclasses.replace(gpus.chip, memory_bytes=memory), reserve_bytes=0)
+    monkeypatch.setattr(Hardware, "present", classmethod(lambda cls, devices=None: gpus))
+    torch.manual_seed(0)
+    model, found = Language(), []
+    for chosen in (graphacc.Strategy(), strategy):
+        one = graphacc.compile(copy.deepcopy(model), strategy=chosen, devices=4 if chosen is strategy else 1, cache_dir=None, fast_compile=True, seed=1)
+        optimizer, losses = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9), []
+        for step, (rows, loss_of) in enumerate(loop):
+            x, y = sequences(step, rows)
+            loss = loss_of(one(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, one.state_dict()))
+        assert not one._graphacc_engine.by_pytorch.counts
+    assert one.strategy.microbatches > 1 and "microbatches" not in one.plan.request
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=1e-3, atol=1e-5)
+    assert "stands for itself" not in caplog.text

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 import zoo
-from pipeline.pipelines import check_pipeline
+from pipeline.pipelines import APART, check_pipeline
 from selection import with_matrix
 from training import batches_of, captured_once
 
@@ -51,7 +51,7 @@ def table() -> str:
 def test_training_equals_plain_pytorch(name, strategy):
     model, _ = zoo.MODELS[name]()
     with captured_once("combination", name):
-        check_pipeline(model, batches_of(name, 3), strategy)
+        check_pipeline(model, batches_of(name, 3), strategy, apart=name in APART)
 
 
 def test_every_pair_of_axes_is_there():

@@ -274,14 +274,7 @@ def test_microbatches_and_the_last_stage_of_a_pipeline(strategy):
     reference, _ = zoo.MODELS["gpt2"]()
     model = compiled(copy.deepcopy(reference), f"{strategy},loss_chunks=2", memory_plan="xla")
     batches = batches_of("gpt2", 2)
-    optimizer, expected = zoo.adamw(reference), []
-    for batch in batches:
-        halves = [reference(**{name: x.chunk(2)[i] for name, x in batch.items()}).loss / 2 for i in range(2)]
-        sum(halves).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(sum(half.item() for half in halves))
-    assert_parity(reference, model, expected, train(model, batches, scheduled=False))
+    assert_parity(reference, model, train(reference, batches, scheduled=False), train(model, batches, scheduled=False))
     found = [program for program in model.programs if calls(program.graph)]
     assert len(found) == 1 and (not strategy.startswith("pp") or found[0].kind == "grad B1")
 

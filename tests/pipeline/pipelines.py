@@ -1,4 +1,4 @@
-"""Training under a pipeline, compared with plain PyTorch that accumulates over the same microbatches."""
+"""Training under a pipeline, compared with plain PyTorch: on the whole batch, or accumulating over the same microbatches where these cannot but stand for themselves."""
 
 import copy
 from collections.abc import Callable
@@ -64,10 +64,14 @@ def split(batch: dict, count: int) -> list[dict]:
     return [{name: parts[i] for name, parts in chunks.items()} for i in range(count)]
 
 
+APART = {"mixtral", "qwen3_moe", "resnet", "clip"}
+"""Models of the zoo whose loss needs of the whole batch what parameters decide: how evenly tokens go to experts, statistics of BatchNorm, pairs of examples."""
+
+
 def accumulate(
-    model: nn.Module, batches: list[dict], make_optimizer: Callable, count: int, max_norm: float | None = None
+    model: nn.Module, batches: list[dict], make_optimizer: Callable, count: int = 1, max_norm: float | None = None
 ) -> list[float]:
-    """Plain PyTorch: the mean of the microbatches' losses."""
+    """Plain PyTorch: the mean of the losses of `count` microbatches."""
     optimizer, losses = make_optimizer(model), []
     for batch in batches:
         parts = [model(**part).loss / count for part in split(batch, count)]
@@ -100,11 +104,16 @@ def check_pipeline(
     *,
     make_optimizer: Callable = adamw,
     max_norm: float | None = None,
+    apart: bool = False,
     **options,
 ) -> nn.Module:
-    """Train both ways, compare losses and every parameter and buffer; returns the compiled model."""
+    """Train both ways, compare losses and every parameter and buffer; returns the compiled model.
+
+    Args:
+        apart: plain PyTorch accumulates over the microbatches; otherwise it takes the whole batch at once.
+    """
     model = compiled(copy.deepcopy(reference), strategy, max_grad_norm=max_norm, **options)
-    count = model.strategy.microbatches
+    count = model.strategy.microbatches if apart else 1
     expected = accumulate(reference, batches, make_optimizer, count, max_norm)
     losses = train(model, batches, make_optimizer)
     for step, (got, want) in enumerate(zip(losses, expected, strict=True)):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from pipelines import Blocks, accumulate, batches_of, compiled, data, split, train, with_layers
+from pipelines import Blocks, accumulate, batches_of, compiled, data, train, with_layers
 from tolerances import relative_error
 from zoo import adamw
 
@@ -65,9 +65,7 @@ def test_accumulation_over_several_calls():
         optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for first in (0, 2):
             for batch in batches[first : first + 2]:
-                parts = split(batch, 2) if each is reference else [batch]
-                for part in parts:
-                    (each(**part).loss / (2 * len(parts))).backward()
+                (each(**batch).loss / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append({name: value.clone() for name, value in each.state_dict().items()})
@@ -144,6 +142,16 @@ def test_results_that_the_loop_holds_are_those_of_the_whole_batch():
     assert relative_error(out.logits, logits) < 1e-5
     assert right.item() == pytest.approx((logits.argmax(-1) == batch["labels"]).float().mean().item())
     assert wrong.item() == (logits.argmax(-1) != batch["labels"]).sum().item()
+    assert by_place.tolist() == (logits.argmax(-1) != batch["labels"]).sum(0).tolist()
+
+
+def test_results_that_cannot_be_put_together_are_refused():
+    """Batch normalisation: every microbatch stands for itself."""
+    model = compiled(Blocks(), STRATEGY)
+    batch = data(1)[0]
+    out = model(**batch)
+    by_place = (out.logits > 0).sum(0)
+    out.loss.backward()
     with pytest.raises(graphacc.LoopError, match=r"torch.int64 of shape \[\d+\] .* microbatches=4 parts"):
         by_place.tolist()
 
@@ -152,8 +160,7 @@ def test_gradients_that_the_loop_reads():
     reference = with_layers("gpt2", 2)
     model = compiled(copy.deepcopy(reference), STRATEGY)
     batch = batches_of("gpt2", 1)[0]
-    for part in split(batch, 4):
-        (reference(**part).loss / 4).backward()
+    reference(**batch).loss.backward()
     model(**batch).loss.backward()
     for name, parameter in reference.named_parameters():
         assert relative_error(model.get_parameter(name).grad, parameter.grad) < 1e-5, name

@@ -74,7 +74,6 @@ def test_a_pipeline(script, capsys):
         (["{script}:setup", "--hardware", "cpu:8", "--output", "plan.txt"], "ends in .json"),
         (["{script}:setup", "--hardware", "cpu:2", "--strategy", "dp=4"], "dp=4 needs 4 devices, the hardware has 2"),
         (["{script}:setup", "--hardware", "cpu:2", "--strategy", "dp=2", "--pin", "tp=2"], "give one of them"),
-        (["{script}:setup", "--hardware", "cpu:4", "--pin", "pp=2"], "add microbatches=8, or microbatches=auto"),
     ],
 )
 @pytest.mark.default_cases("arguments0-SCRIPT:FUNCTION", "arguments4-auto with tp=3 on 8 devices", "arguments8-give one of them")

@@ -136,7 +136,7 @@ def test_what_is_left_out_is_slower(name, hardware):
     """Bounds against estimates of every candidate, with all the memory and where few strategies fit."""
     case, _, _ = shared_case(name)
     every = search(name) if hardware == "cpu:8" else Search(case.joint, case.update, Hardware.parse(hardware))
-    request = Request.parse("auto,remat=none", 8)
+    request = dataclasses.replace(Request.parse("auto,remat=none", 8), exact_microbatches=hardware != "cpu:8")
     everything, _, none = every._ranked(request, Refusals(), math.inf)
     assert none == 0
     needs = sorted(every.needed(estimate) for _, estimate in everything)
@@ -311,8 +311,35 @@ def test_microbatches_are_a_way_out_of_too_little_memory():
     """Halfway between what the least strategy needs of the whole batch, and of parts of it."""
     whole = deep()
     one, four = (whole.needed(whole.estimate(Strategy(fsdp=8, remat="none", microbatches=count))) for count in (1, 2))
-    with pytest.raises(StrategyError, match=r"with remat=none fits[\s\S]*\n  microbatches=2 \(fsdp=8,microbatches=2\), if the mean"):
+    with pytest.raises(StrategyError, match=r"with remat=none fits[\s\S]*\n  microbatches=2 \(fsdp=8,microbatches=2\)$"):
         search_with(whole, (one + four) // 2).run(Request.parse("auto,fsdp=8,remat=none", 8))
+    apart = search_with(whole, (one + four) // 2)
+    apart.microbatches_apart = "a reason"
+    with pytest.raises(StrategyError, match=r"microbatches=2 \(fsdp=8,microbatches=2\), whose loss is the mean of theirs: a reason$"):
+        apart.run(Request.parse("auto,fsdp=8,remat=none", 8))
+
+
+@pytest.mark.matrix
+def test_microbatches_are_chosen_where_they_give_what_the_batch_gives():
+    """Halfway between what the least strategies need with the whole batch at once, and with parts of it; on CPU devices, which share their memory, they are not."""
+    free, request = Search(deep().joint, deep().update, Hardware.parse("8xH100")), Request.parse("auto,fsdp=8,remat=none,offload=none", 8)
+    one, two = (free.needed(free.evaluate(Strategy(fsdp=8, remat="none", microbatches=count))) for count in (1, 2))
+    tight = search_with(free, (one + two) // 2)
+    chosen = tight.run(request)
+    assert (chosen.strategy.fsdp, chosen.strategy.microbatches) == (8, 2) and chosen.request == request.text and not free.microbatches_apart
+    assert free.run(request).strategy.microbatches == 1
+    with pytest.raises(StrategyError, match="fits into"):
+        tight.run(Request.parse(f"{request.text},microbatches=1", 8))
+    with pytest.raises(StrategyError, match="fits into"):
+        search_with(deep(), deep().needed(deep().evaluate(Strategy(fsdp=8, remat="none"))) - 1).run(request)
+    everything = free._ranked(dataclasses.replace(Request.parse("auto", 8), exact_microbatches=True), Refusals(), math.inf)[0]
+    assert {strategy.pp for strategy, _ in everything} == {1, 2, 4, 8} and free.run(Request.parse("auto", 8)).estimate.seconds <= 1.1 * everything[0][1].seconds
+
+
+def test_a_pipeline_that_is_asked_for_gets_microbatches_where_they_give_what_the_batch_gives():
+    assert search("gpt2").run(Request.parse("auto,pp=2", 8)).strategy.microbatches > 1
+    with pytest.raises(StrategyError, match="auto with pp=2: .*each would stand for itself.*modeling_resnet.py.*add microbatches=8, or microbatches=auto"):
+        search("resnet").run(Request.parse("auto,pp=2", 8))
 
 
 @pytest.mark.parametrize("strategy", ["dp=8", "fsdp=8", "fsdp=8,zero=1"])
@@ -355,7 +382,7 @@ def gpus(memory_bytes: int, other: Search | None = None, **options) -> Search:
 @pytest.mark.matrix
 def test_the_host_has_the_state_where_nothing_else_fits():
     """Halfway between what the least strategies need with the optimizer's state on the devices, and on the host."""
-    request = Request.parse("auto,dp=8,remat=none", 8)
+    request = Request.parse("auto,dp=8,remat=none,microbatches=1", 8)
     free = gpus(2**40)
     (here,) = {free.needed(free.evaluate(strategy)) for strategy in strategies_of(free, request)}
     there = free.needed(free.evaluate(Strategy(dp=8, offload="optimizer")))
@@ -365,10 +392,10 @@ def test_the_host_has_the_state_where_nothing_else_fits():
     assert str(plan.strategy) == "dp=8,offload=optimizer" and plan.estimate.update_seconds > 0 and plan.num_over_memory == 0
     assert re.search(r"note: offload: none of 1 strategies with the optimizer's state on the devices fits, the least is .* of .* \(dp=8\)", str(plan))
     assert all(cost > 0 for cost in plan.pin_costs.values()), "without one of the pins the state stays"
-    asked = gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,offload=optimizer", 8))
+    asked = gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,microbatches=1,offload=optimizer", 8))
     assert asked.strategy == plan.strategy and not any("offload" in note for note in asked.notes)
     with pytest.raises(StrategyError, match=r"with [\s\S]*offload=none fits into[\s\S]*\n  offload=optimizer in the place of offload=none \(dp=8,offload=optimizer\)"):
-        gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,offload=none", 8))
+        gpus(limit, free).run(Request.parse("auto,dp=8,remat=none,microbatches=1,offload=none", 8))
     with pytest.raises(StrategyError, match="fits into"):
         gpus(limit, free, offloads=False).run(request)
     with pytest.raises(StrategyError, match=r"It would fit with\n  .* per device \(dp=8,offload=optimizer\)"):
@@ -445,7 +472,7 @@ def test_gathers_of_backward_stay_within_a_host_where_links_between_hosts_are_sl
     fast = Hardware.parse("2x4xH100")
     host, network = fast.levels
     slow = fast.replace(levels=(host, dataclasses.replace(network, bandwidth=network.bandwidth / 100)))
-    request = "auto,dp=1,tp=1,cp=1,zero=3"
+    request = "auto,dp=1,tp=1,cp=1,zero=3,microbatches=1"
     for hardware, expected in ((slow, 4), (Hardware.parse("8xH100"), 1)):
         found = Search(large().joint, large().update, hardware)
         assert {strategy.hpz for strategy in candidates(Request.parse(request, 8), found.limits(), Refusals())} == {1, expected}

@@ -53,7 +53,6 @@ def test_what_changes_results_is_never_chosen():
         ("auto,tpp=2", "'tpp=2' sets no known field"),
         ("auto,tp=2,tp=4", "tp is set twice"),
         ("auto,tp=3", "auto with tp=3 on 8 devices"),
-        ("auto,pp=2", "a pipeline works on microbatches.*add microbatches=8, or microbatches=auto"),
     ],
 )
 def test_bad_requests(text, message):

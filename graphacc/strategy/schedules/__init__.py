@@ -2,7 +2,7 @@
 
 from graphacc.strategy.schedules.build import SCHEDULES, build_schedule, check_schedule
 from graphacc.strategy.schedules.schedule import Action, Costs, Part, Schedule
-from graphacc.strategy.schedules.simulate import Simulation, dispatch_order, simulate, validate
+from graphacc.strategy.schedules.simulate import Simulation, dispatch_order, one_after_the_other, simulate, validate
 
 __all__ = [
     "SCHEDULES",
@@ -14,6 +14,7 @@ __all__ = [
     "build_schedule",
     "check_schedule",
     "dispatch_order",
+    "one_after_the_other",
     "simulate",
     "validate",
 ]

@@ -55,6 +55,14 @@ def dispatch_order(schedule: Schedule, costs: Costs = Costs()) -> list[Action]:
     return sorted(spans, key=lambda action: spans[action][0])  # the sort is stable, and `spans` is in a valid order
 
 
+def one_after_the_other(schedule: Schedule, num_microbatches: int) -> list[Action]:
+    """The actions of another number of microbatches on the schedule's chunks, one microbatch after the other."""
+    chunks = range(schedule.num_chunks)
+    parts = [(Part.FORWARD, chunk) for chunk in chunks] + [(Part.BACKWARD, chunk) for chunk in reversed(chunks)]
+    parts += [(Part.WEIGHTS, chunk) for chunk in reversed(chunks) if schedule.splits_backward]
+    return [Action(part, microbatch, chunk) for microbatch in range(num_microbatches) for part, chunk in parts]
+
+
 def _check_complete(schedule: Schedule) -> None:
     parts = tuple(Part) if schedule.splits_backward else (Part.FORWARD, Part.BACKWARD)
     wanted = {
