@@ -148,6 +148,8 @@ def compile(
         raise StrategyError(f"bucket_lengths with strategy={strategy!r}: a search knows one length; name the strategy, such as fsdp=8")
     if strategy is None and (bucket_lengths is not None or batch == "local"):
         strategy = Strategy(fsdp=available_devices() if devices is None else devices)  # a search knows one length, and takes batches for whole
+    if isinstance(strategy, str) and strategy.endswith(".json"):
+        strategy = Plan.load(strategy)
     chosen, choice = _choose_strategy(model, strategy, devices, precision)
     if batch == "local" and chosen.microbatches > 1:
         raise StrategyError(
@@ -166,6 +168,7 @@ def compile(
         local_batch=batch == "local",
         seed=seed,
     )
+    programs.chose_microbatches = isinstance(strategy, Plan) and "microbatches" not in strategy.request
     options = Options(
         seed=seed,
         follows_torch=follows_torch,
@@ -291,8 +294,6 @@ def _choose_strategy(
     model: nn.Module, strategy: Strategy | Plan | str | None, devices: int | None, precision: str | None
 ) -> tuple[Strategy, Choice | None]:
     """The strategy, and the search for another one; programs without gradients run under the strategy until it is found."""
-    if isinstance(strategy, str) and strategy.endswith(".json"):
-        strategy = Plan.load(strategy)
     if isinstance(strategy, Plan):
         count = strategy.strategy.num_devices if devices is None else devices
         parameters = {name: describe_parameter(p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
@@ -303,8 +304,8 @@ def _choose_strategy(
         request = Request.parse("auto" if strategy is None else strategy, count)
         if request.chooses_microbatches:
             raise StrategyError(
-                f"strategy={strategy!r}: a loop is recorded for one number of microbatches; graphacc.plan(model, batch, microbatches='auto') chooses it, and "
-                "graphacc.compile(strategy=) takes its plan, or give the number here, such as 'auto,microbatches=8'"
+                f"strategy={strategy!r}: leave microbatches=auto out, as their number is searched where they together give what the whole batch gives; where they do not, a loop is recorded "
+                "for one number: graphacc.plan(model, batch, microbatches='auto') chooses it, and graphacc.compile(strategy=) takes its plan, or give it here, such as 'auto,microbatches=8'"
             )
         if precision is not None:
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})

@@ -26,7 +26,7 @@ class ParameterWritten(CaptureError):
 
 
 class RowsCounted(CaptureError):
-    """What the loop gives counts rows of the whole batch, of which a program has a microbatch."""
+    """What the loop gives counts rows of the whole batch, or code asks for values of all of it, of which a program has a microbatch."""
 
 
 class NeverCaptured(CaptureError):

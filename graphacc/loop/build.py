@@ -283,7 +283,7 @@ def microbatch_dims(tape: Tape, step: StepGraph, count: int) -> dict[str, int | 
         StrategyError: the batch cannot be cut into `count` equal parts.
     """
     externals = {path: index for index, path in enumerate(tape.external_paths)}
-    found = {item.target: _microbatch_dim(tape, externals[item.target], count) for item in step.inputs if item.kind is Kind.BATCH}
+    found = {item.target: _microbatch_dim(tape, externals[item.target], count) for item in step.inputs if item.kind is Kind.BATCH and item.target in externals}
     for target, dim in found.items():
         if dim is not None:
             _check_size(tape.rows.get(externals[target], tape.externals[externals[target]].shape[dim]), count)

@@ -61,6 +61,7 @@ class Choice:
                 accumulates=update is None and programs.strategy.microbatches == 1,
                 microbatches=programs.strategy.microbatches,
                 offloads=offloads,
+                frees_microbatches=not programs.local_batch,
             )
             self.plan = search.run(self.request, with_pin_costs=False)
         except StrategyError as error:

@@ -564,8 +564,8 @@ class Engine:
 
     @property
     def answers_reads(self) -> bool:
-        """Whether code that asks for values of the batch can be answered: the values that a program gets are those that the loop gave, all at once."""
-        return self.fallback.backend is FX and self.programs.strategy.microbatches == 1 and not self.programs.local_batch
+        """Whether code that asks for values of the batch can be answered: what the program's graph is captured of are the values that the loop gave, all of them."""
+        return self.fallback.backend is FX and not self.programs.local_batch
 
     def answers(self, reads: Sequence[Read], inputs: Mapping) -> contextlib.AbstractContextManager:
         """While a graph is captured, recorded code gets the answers that it got when it was recorded; PyTorch reads values itself."""

@@ -13,6 +13,7 @@ from graphacc import collector
 from graphacc.capture import FX, hyperparameters, init_optimizer_state
 from graphacc.capture.guards import no_python_randomness
 from graphacc.capture.optimizer import is_separable
+from graphacc.errors import RowsCounted
 from graphacc.graph import Kind, StepGraph
 from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
@@ -103,6 +104,11 @@ class Execution:
         try:
             parts = in_microbatches(whole, count, build.microbatch_dims(tape, whole, count))
         except Inseparable as error:
+            if not self.engine.programs.chose_microbatches and any(call.reads for call in tape.forward_calls):
+                raise RowsCounted(
+                    f"the code asks for values of the batch, of which microbatches={count} have a part each, and they cannot give together what the batch gives: {error}.\n"
+                    "  remedy: leave microbatches out, or compute with masks instead"
+                ) from error
             return _Joint(whole if self.engine.programs.chose_microbatches else capture(tape), why_apart=str(error))
         return _Joint(parts.step, parts)
 

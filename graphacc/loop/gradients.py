@@ -55,7 +55,7 @@ class Gradients:
         with self.engine.lock:
             self._settle_pending()
             tape.outputs = tape.live()
-            if self.engine.programs.strategy.microbatches > 1:
+            if self.engine.programs.strategy.microbatches > 1 and not self.engine.programs.chose_microbatches:
                 numbers = tape.numbers = numbers_of_batch(tape)
                 tape.outputs = sorted({*tape.outputs, *(start for _, starts in numbers.values() for start in starts)} - numbers.keys() - {tape.loss})
             self.engine.execution.settle_length(tape)

@@ -48,7 +48,8 @@ class Use:
 def possible(engine: "Engine", tape: Tape | None = None) -> bool:
     """Whether recorded calls can be a region: one program gives the whole batch's results, and its backward comes later."""
     strategy = engine.programs.strategy
-    whole = strategy.pp == 1 and strategy.microbatches == 1 and not engine.programs.local_batch and process_count() == 1
+    at_once = strategy.microbatches == 1 or engine.programs.chose_microbatches
+    whole = strategy.pp == 1 and at_once and not engine.programs.local_batch and process_count() == 1
     return whole and engine.fallback.backend is FX and not engine.by_pytorch.differentiates_twice and (tape is None or (tape.backward_at is None and not tape.closed))
 
 

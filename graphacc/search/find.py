@@ -77,6 +77,7 @@ class Search:
         accumulates: gradients stay on the devices between programs, of which forward and backward are one, and the update another.
         microbatches: of how many equal parts of the batch `joint` has one.
         capture: gives the joint of another number of microbatches; None: there is none.
+        frees_microbatches: they may be chosen unasked, where they give what the batch gives.
         offloads: the host may have the optimizer's state where nothing else fits; for optimizers that update every element by itself.
     """
 
@@ -93,9 +94,10 @@ class Search:
         microbatches: int = 1,
         capture: Callable[[int], StepGraph] | None = None,
         offloads: bool = True,
+        frees_microbatches: bool = True,
     ):
         self.joint, self.update, self.hardware, self.accumulates = joint, update, hardware, accumulates
-        self.microbatches, self.offloads = microbatches, offloads
+        self.microbatches, self.offloads, self.frees_microbatches = microbatches, offloads, frees_microbatches
         self._is_cpu = hardware.shared_cores > 0
         self._joints = {microbatches: joint}
         self._capture = capture
@@ -214,7 +216,7 @@ class Search:
             raise StrategyError(self._no_candidate(request, Refusals(counts=dict(collections.Counter(refused)))))
         num_here, here = len(ranked), min(ranked, key=lambda item: (self.needed(self._known(*item)), str(item[0])))
         if not finalists and self._can_offload(request):
-            there, finalists, num_slower, _ = self._best(request.with_pin("offload", OPTIMIZER))
+            there, finalists, num_slower, _ = self._best(_on_host(request))
             ranked = there if finalists else ranked + there
         if not finalists:
             raise StrategyError(self._infeasible(request, ranked))
@@ -249,7 +251,7 @@ class Search:
             StrategyError: a pipeline is asked for, and no microbatches.
         """
         asks = request.pins.get(PP, 1) != 1
-        if request.has_microbatches or "microbatches" in request.pins or (self._is_cpu and not asks):
+        if request.has_microbatches or "microbatches" in request.pins or not self.frees_microbatches or (self._is_cpu and not asks):
             return request
         if not self.microbatches_apart:
             return dataclasses.replace(request, exact_microbatches=True)
@@ -434,7 +436,7 @@ class Search:
         """Seconds of the fastest strategy of a request that fits, by estimates alone; None: none does."""
         found = self._best_that_fits(self._ranked(request, Refusals())[0])
         if found is None and self._can_offload(request):
-            found = self._best_that_fits(self._ranked(request.with_pin("offload", OPTIMIZER), Refusals())[0])
+            found = self._best_that_fits(self._ranked(_on_host(request), Refusals())[0])
         return found
 
     def _best_that_fits(self, ranked: Ranking) -> float | None:
@@ -465,7 +467,7 @@ class Search:
         ]
         for name in conflict:
             relaxed = request.without(name)
-            requests = [relaxed, relaxed.with_pin("offload", OPTIMIZER)] if self._can_offload(relaxed) else [relaxed]
+            requests = [relaxed, _on_host(relaxed)] if self._can_offload(relaxed) else [relaxed]
             ranking = (item for each in requests for item in self._ranked(each, Refusals())[0])
             freed = [s for s, e in ranking if getattr(s, name) != request.pins[name] and self.fits(self._known(s, e))]
             if freed:
@@ -659,6 +661,12 @@ def _order(item: tuple[Strategy, Estimate]) -> tuple:
 
 def _sizes(strategy: Strategy) -> tuple[int, ...]:
     return strategy.tp, strategy.cp, strategy.ep
+
+
+def _on_host(request: Request) -> Request:
+    """The request with the optimizer's state on the host; in a pipeline that is one process's, which nobody gets unasked."""
+    alone = request if PP in request.pins else request.with_pin(PP, 1)
+    return alone.with_pin("offload", OPTIMIZER)
 
 
 def _gathers_over_all(strategy: Strategy) -> Strategy | None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from training import check_both, compiled, relative_error
 
 B, COUNT = 8, 2
+STRATEGIES = ["microbatches=2", "pp=2,microbatches=2"]
 CENTRES = torch.linspace(-1, 2, 64).view(8, 8)
 
 
@@ -126,6 +127,29 @@ def test_the_loss_is_that_of_the_whole_batch(loss_of, strategy, caplog):
     assert not any("stands for itself" in record.message for record in caplog.records)
 
 
+class Asking(Tokens):
+    """Asks for values of the batch, as models do that leave a mask out if it hides nothing."""
+
+    def forward(self, x, padding=None):
+        padding = padding if padding is not None and padding.any() else None
+        return super().forward(x, padding) * (1 + int((x > 5).sum()) / 100)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["padding in the model", "examples against each other"])
+@pytest.mark.default_cases("padding in the model-pp=2,microbatches=2", "examples against each other-microbatches=2")
+def test_values_of_the_whole_batch_are_answered(name, strategy):
+    """Where the microbatches give together what the batch gives; otherwise each would have asked for its own values."""
+    is_whole = name in WHOLE
+    loss_of = WHOLE[name] if is_whole else lambda m, x, y, p: F.cross_entropy(m(x)[:, 0] @ m(x)[:, -1].T, torch.arange(8))
+    torch.manual_seed(0)
+    reference = Asking()
+    model = compiled(copy.deepcopy(reference), strategy, devices=2 if "pp" in strategy else 1)
+    check_both(reference, model, lambda one, step: loss_of(one, *ragged(step)), steps=3, lr=0.1, by_pytorch=not is_whole)
+    assert bool(model._graphacc_engine.by_pytorch.counts) == (not is_whole)
+    assert is_whole or any("the code asks for values of the batch, of which microbatches=2 have a part each" in why for why in model._graphacc_engine.by_pytorch.counts)
+
+
 def test_dropout_of_microbatches_is_that_of_the_whole_batch():
     """Random numbers do not depend on how the batch is cut."""
 
@@ -160,7 +184,6 @@ def test_work_that_every_microbatch_repeats_is_said(caplog):
     assert "for the whole batch" in said and "test_microbatches.py" in said
 
 
-STRATEGIES = ["microbatches=2", "pp=2,microbatches=2"]
 
 
 @pytest.mark.parametrize("strategy, loss_of, batch", [("microbatches=2", of_centres, 8), ("pp=2,microbatches=2", of_weights, 8), ("microbatches=2", of_weights, 12)])

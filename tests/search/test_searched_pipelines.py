@@ -163,5 +163,5 @@ def test_the_choice_trains(request_text):
 
 
 def test_a_loop_is_told_its_microbatches():
-    with pytest.raises(StrategyError, match="a loop is recorded for one number of microbatches; graphacc.plan"):
+    with pytest.raises(StrategyError, match="leave microbatches=auto out, .*graphacc.plan"):
         graphacc.compile(torch.nn.Linear(2, 2), strategy="auto,microbatches=auto", devices=8)

@@ -16,7 +16,7 @@ from graphacc.passes.microbatches import NUMBER, Inseparable, Microbatches, in_m
 APART = {
     "mixtral": "aten.mul.Tensor",  # how evenly tokens go to experts
     "qwen3_moe": "aten.mul.Tensor",
-    "resnet": "writes the buffer 'resnet.embedder.embedder.normalization.running_mean'",
+    "resnet": "aten.sub.Tensor",  # statistics of BatchNorm
     "clip": "aten.mm.default",  # every text with every image
 }
 
