@@ -97,8 +97,10 @@ _ADDS = (aten.add.Tensor, aten.sub.Tensor)
 def _tensors_for_numbers(step: StepGraph) -> None:
     """What is added to a result with one element becomes a tensor, which can be added once: the result may be a sum over the parts."""
     for node in list(step.graph.nodes):
-        value = node.meta.get("val")
-        for place in (0, 1) if node.target in _ADDS and value.numel() == 1 else ():
+        if node.target not in _ADDS or node.meta["val"].numel() > 1:
+            continue
+        value = node.meta["val"]
+        for place in (0, 1):
             if not isinstance(number := node.args[place], torch.fx.Node):
                 node.update_arg(place, Editor(step.graph, node)(aten.full.default, [], number, dtype=value.dtype, device=value.device))
 
