@@ -156,7 +156,7 @@ class Execution:
     def run_grad(self, tape: Tape) -> None:
         """Forward and backward; adds to the gradients on the devices."""
         self._choose(tape)
-        count, accumulates = self.count(tape), self._accumulates(tape)
+        count, cut, accumulates = self.count(tape), self.parts(tape), self._accumulates(tape)
         compiled = self.program(
             "grad",
             {**self.forward_aspects(tape), "results": tuple(tape.outputs), "accumulation": accumulates},
@@ -165,8 +165,7 @@ class Execution:
         for name in tape.grad_values if accumulates else ():
             self._prepare_accumulator(compiled, name)
         self.upload(compiled, tape)
-        feeds = [self.feeds(compiled, tape, microbatch=i) for i in range(count)]
-        cut = self.parts(tape)
+        feeds = self.feeds_of_parts(compiled, tape)
         with self.engine.verifier.watching(compiled, tape):
             parts = self.engine.programs.run_microbatches(compiled, feeds)
             self.note_run(compiled, count)
@@ -455,10 +454,8 @@ class Execution:
         self, compiled: Compiled, tape: Tape, *, binding: Binding | None = None, microbatch: int | None = None
     ) -> dict[tuple[Kind, str], object]:
         """The inputs of a program that are no state."""
-        count = self.count(tape) if microbatch is not None else 1
-        cut = self.parts(tape) if count > 1 else None
-        number = 0 if microbatch is None or cut is not None else microbatch
-        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, number), tape.counter & 0xFFFFFFFF]}
+        count = 1 if microbatch is None else self.count(tape)
+        feeds: dict[tuple[Kind, str], object] = {(Kind.KEY, "key"): [microbatch_seed(tape, microbatch or 0), tape.counter & 0xFFFFFFFF]}
         if compiled.draws and not tape.drawn_at:
             self.engine.keys.note_draws()
         padded = tape.bucket if compiled.kind in _OF_FORWARD else None
@@ -468,20 +465,28 @@ class Execution:
             tensor = tape.given(index) if count == 1 else tape.external(index)
             if padded is not None:
                 tensor = padded.pad(index, tensor)
-            if count > 1 and cut is None:
+            if count > 1:
                 tensor = build.microbatch(tensor, tape, index, count, microbatch or 0)
             feeds[Kind.BATCH, path] = tensor
-        if cut is not None:
-            given = dict(feeds)
-            feeds[Kind.BATCH, NUMBER] = microbatch
-            feeds |= {(Kind.BATCH, target): given[Kind.BATCH, path] for target, path in cut.whole.items()}
-            feeds |= {(Kind.BATCH, path): build.part_of(typing.cast(Tensor, given[Kind.BATCH, path]), split.dim, count, microbatch or 0) for path, split in cut.splits.items()}
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}
         for item in compiled.graph.inputs:
             if item.kind in (Kind.LOSS, Kind.USER):
                 feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
         return feeds
+
+    def feeds_of_parts(self, compiled: Compiled, tape: Tape) -> list[dict[tuple[Kind, str], object]]:
+        """`feeds` of a program of gradients, for every microbatch in order."""
+        count, cut = self.count(tape), self.parts(tape)
+        if cut is None:
+            return [self.feeds(compiled, tape, microbatch=number) for number in range(count)]
+        given = self.feeds(compiled, tape)
+        shared = given | {(Kind.BATCH, target): given[Kind.BATCH, path] for target, path in cut.whole.items()}
+        tensors = {path: (typing.cast(Tensor, given[Kind.BATCH, path]), split.dim) for path, split in cut.splits.items()}
+        return [
+            shared | {(Kind.BATCH, NUMBER): number} | {(Kind.BATCH, path): build.part_of(tensor, dim, count, number) for path, (tensor, dim) in tensors.items()}
+            for number in range(count)
+        ]
 
     def _mark_stale(self, compiled: Compiled) -> None:
         for target in compiled.written:

@@ -588,7 +588,7 @@ def _rerun(engine: "Engine", run: _Run, capture: Callable[[], StepGraph], expect
             programs.put(compiled, item.kind, item.target, run.start[item.kind, item.target])
     count = engine.execution.count(run.tape) if run.kind == "grad" else 1
     cut = engine.execution.parts(run.tape) if count > 1 else None
-    feeds = [engine.execution.feeds(compiled, run.tape, binding=run.binding, microbatch=i if run.kind == "grad" else None) for i in range(count)]
+    feeds = engine.execution.feeds_of_parts(compiled, run.tape) if run.kind == "grad" else [engine.execution.feeds(compiled, run.tape, binding=run.binding)]
     if run.kind == "backward":
         feeds[0] |= {(Kind.BATCH, build.gradient_path(index)): seed for index, seed in run.seeds.items()}
         fetched = programs.run(compiled, feeds[0], keep_gradients=False)
