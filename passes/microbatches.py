@@ -74,6 +74,8 @@ def in_microbatches(step: StepGraph, count: int, dims: Mapping[str, int | None])
         for item in step.inputs
         if item.kind is Kind.BATCH and (dim := dims.get(item.target)) is not None and item.shape[dim] % count == 0
     }
+    if not splits:
+        raise Inseparable(f"no tensor of the batch has a dim of examples that {count} divides")
     step = ATTACH_EXPERTS.run(step.copy(), Log())  # rows that go to experts are sorted by a form that the rules know
     _tensors_for_numbers(step)
     whole: dict[str, str] = {}

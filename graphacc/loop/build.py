@@ -282,12 +282,22 @@ def microbatch_dims(tape: Tape, step: StepGraph, count: int) -> dict[str, int | 
     Raises:
         StrategyError: the batch cannot be cut into `count` equal parts.
     """
+    for size in _cut_sizes(tape, count):
+        _check_size(size, count)
     externals = {path: index for index, path in enumerate(tape.external_paths)}
-    found = {item.target: _microbatch_dim(tape, externals[item.target], count) for item in step.inputs if item.kind is Kind.BATCH and item.target in externals}
-    for target, dim in found.items():
-        if dim is not None:
-            _check_size(tape.rows.get(externals[target], tape.externals[externals[target]].shape[dim]), count)
-    return found
+    return {item.target: _microbatch_dim(tape, externals[item.target], count) for item in step.inputs if item.kind is Kind.BATCH and item.target in externals}
+
+
+def can_be_cut(tape: Tape, count: int) -> bool:
+    """Whether the batch can be cut into `count` equal parts."""
+    sizes = _cut_sizes(tape, count)
+    return bool(sizes) and all(size % count == 0 for size in sizes)
+
+
+def _cut_sizes(tape: Tape, count: int) -> list[int]:
+    """The numbers of examples in the tensors from outside that are cut."""
+    dims = [(index, _microbatch_dim(tape, index, count)) for index in range(len(tape.externals))]
+    return [tape.rows.get(index, tape.externals[index].shape[dim]) for index, dim in dims if dim is not None]
 
 
 def part_of(tensor: Tensor, dim: int, count: int, part: int) -> Tensor:

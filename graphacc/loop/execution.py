@@ -71,8 +71,7 @@ class Execution:
         asked = programs.strategy.microbatches
         if asked == 1 or not programs.chose_microbatches:
             return asked
-        rows = microbatches.batch_size(tape)
-        count = next(count for count in range(asked, 0, -1) if count == 1 or (rows is not None and rows % count == 0))
+        count = next(count for count in range(asked, 0, -1) if count == 1 or build.can_be_cut(tape, count))
         parts = self._joint(tape, count).parts
         return 1 if parts is None or parts.repeated else count
 

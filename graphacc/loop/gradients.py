@@ -38,17 +38,18 @@ class Gradients:
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self.pending: Tape | None = None  # had its backward, not yet run
-        self._has_noted_microbatches = False
+        self._noted: set[str] = set()  # what was said of microbatches
         self.accumulated: set[str] = set()  # parameters whose gradient so far lies on the devices
         self.host_grads: dict[str, Tensor] = {}  # gradients that the loop wrote, to be uploaded before they are added to
 
     def _note_microbatches(self, tape: Tape) -> None:
-        """Say once what microbatches cost here, or mean."""
+        """Say what microbatches cost here, or mean, once for each reason."""
         execution = self.engine.execution
         cut, why = execution.parts(tape), execution.why_apart(tape)
-        if not self._has_noted_microbatches and (why or (cut is not None and cut.repeated)):
-            self._has_noted_microbatches = True
-            log.warning("graphacc: %s", note_of_loss(tape, why) if cut is None else note_of_repetition(cut.count, cut.repeated))
+        note = note_of_loss(tape, why) if why else note_of_repetition(cut.count, cut.repeated) if cut is not None and cut.repeated else ""
+        if note and note not in self._noted:
+            self._noted.add(note)
+            log.warning("graphacc: %s", note)
 
     def backward(self, tape: Tape) -> None:
         """``loss.backward()`` was recorded on `tape`."""

@@ -64,7 +64,7 @@ class Attempts:
 
     def _candidates(self, call: Call) -> set[int]:
         """The tensors among a call's arguments that may be cut: of the size of the batch, or with the rows of each example together, as a result beside them has them."""
-        tape, size = self.tape, batch_size(self.tape)
+        tape, size = self.tape, _batch_size(self.tape)
         makers = {index: other for other in tape.forward_calls for index in other.results}
         flat = {tape.values[leaf.index].shape[0] for leaf in call.leaves if isinstance(leaf, Ref) and size is not None and _is_flat(tape, makers, leaf.index, size)}
         found = tape.loose.intersection(call.externals)
@@ -116,7 +116,7 @@ def note_of_loss(tape: Tape, why: str) -> str:
     Args:
         why: the microbatches cannot be computed so that together they give what the batch gives.
     """
-    size, count = batch_size(tape), tape.engine.programs.strategy.microbatches
+    size, count = _batch_size(tape), tape.engine.programs.strategy.microbatches
     makers = {index: call for call in tape.forward_calls for index in call.results}
     note = f"with microbatches={count} every microbatch stands for itself, as in a loop that accumulates gradients, and the loss is the mean of theirs: {why}"
     if tape.loss is None or size is None or _is_mean(tape, makers, tape.loss, size):
@@ -130,7 +130,7 @@ def note_of_loss(tape: Tape, why: str) -> str:
 
 def numbers_of_batch(tape: Tape) -> dict[int, tuple[list[Call], set[int]]]:
     """The numbers among `tape.outputs` that are no means of the microbatches' ones, each with the calls that give it and the values that these begin with."""
-    size, calls = batch_size(tape), tape.forward_calls
+    size, calls = _batch_size(tape), tape.forward_calls
     if size is None or any(call.writes or call.replaces is not None for call in calls):
         return {}
     makers = {index: call for call in calls for index in call.results}
@@ -195,8 +195,7 @@ def _back(tape: Tape, makers: dict[int, Call], index: int, size: int) -> tuple[l
     return calls, starts
 
 
-def batch_size(tape: Tape) -> int | None:
-    """The size of dim 0 of the first argument that has one."""
+def _batch_size(tape: Tape) -> int | None:
     return next((leaf.shape[0] for index, leaf in enumerate(tape.externals) if leaf.dim() and index not in tape.loose), None)
 
 

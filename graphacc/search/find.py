@@ -124,7 +124,7 @@ class Search:
         try:
             with without_function_modes(), collector.paused():
                 return in_microbatches(self.joint, 2, self.batch_dims).repeated
-        except Inseparable as error:
+        except (Inseparable, GraphError) as error:
             return str(error)
         finally:
             self._spent("microbatches", start)

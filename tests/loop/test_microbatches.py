@@ -171,6 +171,64 @@ def test_dropout_of_microbatches_is_that_of_the_whole_batch():
     assert losses("pp=2,dp=2,microbatches=2", 4) == pytest.approx(whole, rel=1e-5)
 
 
+class Averaging(Model):
+    """Keeps an average of its inputs, and takes its results from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.average.mul_(0.9).add_(0.1 * x.mean(0))
+        self.calls += 1
+        return self.layers(x - self.average)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.default_cases("pp=2,microbatches=2")
+def test_buffers_are_written_once_for_the_whole_batch(strategy):
+    torch.manual_seed(0)
+    reference = Averaging()
+    model = compiled(copy.deepcopy(reference), strategy, devices=2 if "pp" in strategy else 1)
+    check_both(reference, model, lambda one, step: F.cross_entropy(one(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))), torch.arange(8)), steps=3)
+    assert model.calls == 3
+
+
+@pytest.mark.parametrize("rows", [8, 6, 5])
+@pytest.mark.default_cases("6")
+def test_a_number_that_was_chosen_fits_the_dims_of_the_examples(rows):
+    """The first dim is time, whose size says nothing."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, y):  # [T, B, 8], [B]
+            return F.cross_entropy(self.linear(x).mean(0), y)
+
+    torch.manual_seed(0)
+    reference = Last()
+    model = compiled(copy.deepcopy(reference), "microbatches=4", devices=1, batch_dims={"model.args[0]": 1, "model.args[1]": 0})
+    model._graphacc_engine.programs.chose_microbatches = True
+    check_both(reference, model, lambda one, step: one(torch.randn(6, rows, 8, generator=torch.Generator().manual_seed(step)), torch.arange(rows)), steps=2)
+    (found,) = [joint.parts.count for joint in model._graphacc_engine.execution._joints.values() if joint.parts is not None] or [1]
+    assert found == {8: 4, 6: 3, 5: 1}[rows]
+
+
+def test_every_reason_is_said(caplog):
+    """Once each: a loop may have several losses that have to see all examples."""
+    torch.manual_seed(0)
+    model = compiled(Model(), "microbatches=2", devices=1)
+    for step in range(6):
+        loss = model(torch.randn(8, 6)).pow(2).mean()
+        (loss.exp(), loss.sqrt(), loss)[step % 3].backward()
+        model.zero_grad()
+    said = [record.message for record in caplog.records if "stands for itself" in record.message]
+    assert len(said) == 2 and "aten.exp.default needs" in said[0] and "aten.sqrt.default needs" in said[1]
+
+
 def test_work_that_every_microbatch_repeats_is_said(caplog):
     class Pairs(Model):
         def forward(self, x):
