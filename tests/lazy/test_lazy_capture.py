@@ -426,7 +426,7 @@ def test_options_that_torch_xla_ignores():
 
 
 class Autocast(nn.Module):
-    """Its `tolist` is what torch.fx cannot follow where no answers are given."""
+    """Its `tolist` is what torch.fx cannot follow where no answers are given: with `batch="local"`."""
 
     def __init__(self, enabled: bool = True):
         super().__init__()
@@ -448,7 +448,7 @@ def test_autocast_in_the_model_is_refused():
 @pytest.mark.parametrize("around", [False, True])
 def test_pytorch_runs_a_model_that_lazy_tensors_would_run_without_autocast(around):
     reference, x = Autocast(), torch.randn(4, 8)
-    model = compiled(copy.deepcopy(reference), "microbatches=2", devices=1)
+    model = compiled(copy.deepcopy(reference), "dp=1", devices=1, batch="local")
     with torch.autocast("cpu", torch.bfloat16, enabled=around):
         got, expected = model(x), reference(x)
     assert (got.dtype, expected.dtype) == (torch.bfloat16, torch.bfloat16)

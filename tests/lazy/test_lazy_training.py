@@ -131,16 +131,10 @@ def test_a_model_that_export_cannot_trace(strategy):
 
 
 def test_auto_falls_back_and_names_the_line():
-    """With microbatches, values that code asks for are not answered from the batch."""
-
-    def make():
-        model = DepthSchedule()
-        model.norm = torch.nn.Identity()  # statistics of a microbatch are not those of the batch
-        return model
-
+    """What code asks for is not answered where a process has a part of the batch."""
     batches = [lazy_models.vectors(seed) for seed in range(5)]
     with pytest.warns(RuntimeWarning, match=r"(?s)captured by lazy tensors.*lazy_models\.py.*tolist") as caught:
-        check(make, batches, "microbatches=2", capture="auto")
+        check(DepthSchedule, batches, "dp=2", capture="auto", batch="local")
     assert len(caught) == 1
 
 
