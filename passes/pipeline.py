@@ -18,6 +18,7 @@ from graphacc.passes.communication import (
     prefetch_pass,
     quantized_gather_pass,
     quantized_scatter_pass,
+    release_pass,
     secondary_partition_pass,
 )
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
@@ -90,11 +91,11 @@ def build_pipeline(
         passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences))
     if strategy.ep > 1:
         passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along[EP]))
+    stage = strategy.zero_stage if strategy.offload is None or strategy.fsdp == 1 else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
     if strategy.fsdp > 1:
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
-        stage = strategy.zero_stage if strategy.offload is None else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
         passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
@@ -109,6 +110,8 @@ def build_pipeline(
         passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
         if strategy.zero_stage == 3:
             passes.append(prefetch_pass(strategy.prefetch))
+    if (stage or strategy.sequence_parallel) and strategy.schedule != "zb-h1":
+        passes.append(release_pass())
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
     passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]

@@ -3,7 +3,7 @@
 Counted is what a compiler stores: views share their base's memory, an element-wise operator whose users can all compute it
 on the fly is never stored (its operands live longer instead; but XLA repeats for several users only what is cheap and reads one
 tensor of its size), an operator that works element by element writes over an operand that nothing else reads, and an output that
-replaces an input is written in place. The order is the best of a few quick ones, or planned as the compiled program's is.
+replaces an input is written in place. The order is the program's, on CPUs the best of a few quick ones, or planned as the compiled program's is.
 """
 
 import collections
@@ -27,8 +27,9 @@ from graphacc.passes.memory.order.solve import solve_order
 from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, torch.ops._c10d_functional.wait_tensor.default}
+_VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, _WAIT}
 """Operators whose result shares, or can share, the memory of their first operand."""
 
 _COMPUTED_ON_THE_FLY = frozenset(
@@ -48,7 +49,7 @@ _COMPUTED_ON_THE_FLY = frozenset(
         torch.ops.graphacc.random_uniform.default,
     }
 )
-_IN_ORDER = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE) | {torch.ops._c10d_functional.wait_tensor.default}
+_IN_ORDER = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE) | {_WAIT}
 """Operators whose elements stand in the order of their operand's."""
 _RESHAPES, _TRANSPOSES = of_kind(OpKind.RESHAPE, OpKind.SQUEEZE), of_kind(OpKind.PERMUTE)
 _EXPENSIVE = frozenset(
@@ -78,6 +79,7 @@ _REDUCTIONS = frozenset(
 PLAN_SECONDS = 0.5
 """Budget of one predicted order; most are proved best in a fraction of it."""
 _ORDERS = ("program order", "immediate updates", "eager free", "LPMF", "BFS")
+"""XLA takes the best of several on CPUs. On GPUs it keeps near the first, and updates parameters behind the backward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class MemoryPrediction:
     argument_bytes: int  # parameters, buffers, optimizer state and batch
     temporary_bytes: int  # largest sum of values that live at once, arguments and outputs aside
     output_bytes: int  # outputs that replace no input
+    released_bytes: int  # temporaries where gradients leave as they are made, as where they are scattered; on CPUs as `temporary_bytes`
     ordered_bytes: int  # temporaries where collectives keep the graph's order, as far as the compiler does not choose another one; where no order is planned, as `temporary_bytes`
 
     @property
@@ -100,23 +103,24 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
     Args:
         step: a graph whose shapes are those of one device (after the passes).
         cpu: the program is compiled for CPUs, where factors of products are packed (`is_packed_factor`).
-        planned: the compiled program's order of operators is planned, and so is the predicted one, for `PLAN_SECONDS` at most; else the best of a few quick ones counts.
+        planned: the compiled program's order of operators is planned, and so is the predicted one, for `PLAN_SECONDS` at most; else the program's counts, or on CPUs the best of a few quick ones.
     """
     problem, donated = _problem(step, cpu=cpu), step.donations()
-    temporary = ordered = _planned_peak(problem) if planned else _quick_peak(problem)
+    temporary = ordered = _planned_peak(problem) if planned else _quick_peak(problem, cpu=cpu)
     if planned:
         ordered = max(temporary, _planned_peak(_with_collectives_in_order(step, problem)))
     return MemoryPrediction(
         argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
         temporary_bytes=temporary,
         output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
+        released_bytes=temporary if cpu or planned else _quick_peak(problem, cpu=True),
         ordered_bytes=ordered,
     )
 
 
-def _quick_peak(problem: Problem) -> int:
+def _quick_peak(problem: Problem, *, cpu: bool) -> int:
     graph = compile_problem(problem)
-    return min(graph.peak(HEURISTICS[name](graph)) for name in _ORDERS)
+    return min(graph.peak(HEURISTICS[name](graph)) for name in (_ORDERS if cpu else _ORDERS[:1]))
 
 
 @functools.lru_cache(maxsize=16)
@@ -178,6 +182,9 @@ def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
     made: dict[torch.fx.Node, range] = {}  # the buffers that a call creates
     places: dict[torch.fx.Node, frozenset[int]] = {}  # the buffers that are read where a node's value is used
     for node in step.graph.nodes:
+        if not cpu and node.target is _WAIT:  # what is sent stays until then
+            sent = node.all_input_nodes[0].all_input_nodes
+            operators.append(Operator(name=node.name, reads=tuple(sorted(frozenset().union(*(places[operand] for operand in sent)))), writes=()))
         again = _repeated_for(node) if cpu else None
         reads = frozenset().union(*(places[operand] for operand in (node if again is None else again).all_input_nodes))
         base = node.args[0] if node.op == "call_function" and (node.target in _VIEWS or _is_computed_so(node)) else None
@@ -284,7 +291,7 @@ def loop_bytes(node: torch.fx.Node) -> int:
     body = body_of(node)
     if body is None:
         return 0
-    inside = _quick_peak(_problem(StepGraph(body.graph, (), ())))
+    inside = _quick_peak(_problem(StepGraph(body.graph, (), ())), cpu=True)
     wider = sum(
         value.meta["val"].numel() * body.accumulates_in(i).itemsize for i, value in enumerate(body.values) if body.accumulates_in(i) is not value.meta["val"].dtype
     )

@@ -72,6 +72,7 @@ _TABLE = {
     "mm.default bmm.default": Facts(kind=OpKind.PRODUCT, factors=(0, 1)),
     "addmm.default": Facts(kind=OpKind.PRODUCT, factors=(1, 2)),
     "graphacc.after.default": Facts(kind=OpKind.ORDER),
+    "graphacc.wait_for.default": Facts(kind=OpKind.ORDER),
     "mul.Tensor": Facts(linear=("self", "other")),
     "mul.Scalar div.Tensor div.Scalar neg.default": Facts(linear=("self",)),
     "prims.div.default": Facts(linear=("a",)),

@@ -103,6 +103,17 @@ def _(x, dependency, strict=False):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("graphacc::wait_for", mutates_args=())
+def wait_for(x: Tensor, dependency: Tensor) -> Tensor:
+    """`x`, whose readers do not begin before `dependency` exists: where a scheduler would let memory grow. On CPU, whose schedules are planned for memory, `x` itself."""
+    return x.clone()
+
+
+@wait_for.register_fake
+def _(x, dependency):
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("graphacc::mark_sharding", mutates_args=())
 def mark_sharding(x: Tensor, spec: str) -> Tensor:
     """`x`, which is to be split as `spec` says, and its gradient alike: the mesh axes of its dims, "tp,," (empty: whole)."""

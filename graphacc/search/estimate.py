@@ -99,7 +99,10 @@ class Profile:
 
     cost: GraphCost
     temporary_bytes: int
+    released_bytes: int  # the same, where gradients leave as they are made
+    saved_bytes: int  # that are saved for the backward, of these
     state_bytes: Mapping[str, int]  # parameter -> bytes of its optimizer state on this rank
+    updates: bool = True  # in the program of the backward
     working_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # module -> the most that is stored while one of its calls runs, besides what backward reads of forward
 
     @property
@@ -130,6 +133,22 @@ class Profile:
         """
         found = self.composed(strategy, hardware)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
+
+    def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: Sequence[int]) -> int:
+        """Of the moment at which the backward begins, or of its end, when all gradients wait for the update; planned programs of CPUs update at once.
+
+        Args:
+            scattered: sizes of the messages that scatter gradients, one of which is on its way while the next is made; none: gradients stay whole.
+        """
+        if hardware.shared_cores:
+            return self.temporary_bytes + self.cost.saved_bytes
+        sent = min(sum(scattered), 2 * max(scattered, default=0))
+        begin = (self.released_bytes if scattered else self.temporary_bytes) + self.cost.saved_bytes
+        end = 0
+        if self.updates and strategy.microbatches == 1 and strategy.offload is None:
+            whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
+            end = (whole // strategy.fsdp if scattered else whole) + max(0, self.released_bytes - self.saved_bytes)
+        return max(begin, end) + sent
 
     def _host_update_seconds(self, strategy: Strategy, hardware: Hardware, share: float) -> float:
         """What a step waits for an update on the host, of which every rank has a share; 0 where the hardware does not say what that takes.
@@ -166,8 +185,9 @@ class Profile:
                 moved += [_gathers(phase, sizes, bucket) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
         elif stage:
             moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
+        scattered = _messages(gradients, bucket, bucket // 2)
         if stage:
-            moved.append(_gradients(FSDP, "reduce_scatter", _messages(gradients, bucket, bucket // 2)))
+            moved.append(_gradients(FSDP, "reduce_scatter", scattered))
         if strategy.dp > 1:
             parts = [size // ranks for size in gradients] if stage else gradients
             moved.append(_gradients(DP, "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
@@ -190,7 +210,7 @@ class Profile:
                 "state_bytes": 0 if offloads else round(state * share),
                 "host_bytes": round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
                 "other_bytes": self.cost.other_bytes,
-                "temporary_bytes": self.temporary_bytes + self.cost.saved_bytes + transient + secondary,
+                "temporary_bytes": self._temporary_bytes(strategy, hardware, scattered if stage else ()) + transient + secondary,
             },
         )
 

@@ -26,7 +26,7 @@ from graphacc import collector
 from graphacc._compat.torch_ import without_function_modes
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
-from graphacc.costs.memory import predict_memory, working_bytes
+from graphacc.costs.memory import predict_memory, saved_for_backward, working_bytes
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
@@ -521,7 +521,16 @@ class Search:
         working: dict[str, int] = {}
         for node, size in working_bytes(local, cpu=self._is_cpu).items():
             working[path_of(node)] = max(size, working.get(path_of(node), 0))
-        return Profile(cost=cost, temporary_bytes=predict_memory(local, cpu=self._is_cpu).temporary_bytes, state_bytes=state, working_bytes=working)
+        memory = predict_memory(local, cpu=self._is_cpu)
+        return Profile(
+            cost=cost,
+            temporary_bytes=memory.temporary_bytes,
+            released_bytes=memory.released_bytes,
+            saved_bytes=sum(saved_for_backward(local, cpu=self._is_cpu).values()),
+            state_bytes=state,
+            updates=self.update is not None and not self.accumulates,
+            working_bytes=working,
+        )
 
     def _evaluate(self, strategy: Strategy) -> Estimate:
         """The update's traffic is known without a graph: parameters and state are read and written once, gradients read."""
@@ -600,7 +609,7 @@ class Search:
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
         """With the gradients that stay between programs, where any do."""
-        if not self.accumulates and strategy.microbatches == 1 and strategy.offload is None:
+        if self._update_in(strategy) is not None or (self._is_cpu and not self.accumulates and strategy.microbatches == 1 and strategy.offload is None):
             return estimate
         kept = self.profile_of(strategy).gradient_bytes(strategy)
         return dataclasses.replace(estimate, other_bytes=estimate.other_bytes + kept)

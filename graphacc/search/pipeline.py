@@ -144,7 +144,7 @@ class Depth:
                 cost, kernels=(), kernel_seconds=(), seconds={phase: float(times[chunk]) for phase, times in seconds.items()},
                 moved=moved, weights=weights, other_bytes=round(others), saved_bytes=round(saved[chunk]), held=(),
             )  # fmt: skip
-            found.append(dataclasses.replace(profile, cost=part, temporary_bytes=round(working[chunk]), working_bytes={}))
+            found.append(dataclasses.replace(profile, cost=part, temporary_bytes=round(working[chunk]), released_bytes=round(working[chunk]), saved_bytes=0, working_bytes={}))
         return found
 
     def _number_of(self, name: str, counts: np.ndarray, chunk: int, num_chunks: int) -> int:

@@ -17,6 +17,9 @@ to wait for what reads the gathered weight, so that both are not there at once:
     dx = dy @ W^T     first, and W is let go
     dW = x^T @ dy     ---waits for---> dx
 
+XLA for GPUs computes what is looked up in a table again wherever it is read, also in the backward, and would keep the whole gathered table until then: what the
+forward looks up is stored (`graphacc::wait_for`, a barrier there).
+
 The waiting is `graphacc::after`. In the backward it is there already, on each parameter (`passes/partition/regather.py`), and is given
 another dependency; in the forward it is put in front of the gather.
 """
@@ -50,6 +53,7 @@ def prefetch_pass(distance: int) -> Pass:
             log.rewrote(_tie(step, gathers, distance))
             for gather in gathers:
                 log.rewrote(_delay_gradients(step, gather))
+                log.rewrote(_store_lookups(step, gather))
         return step
 
     def verify(step: StepGraph) -> None:
@@ -121,6 +125,15 @@ def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
                 product.replace_input_with(factor, Editor(step.graph, product)(AFTER, factor, reader, True))
                 order, count = _order(step), count + 1
     return count
+
+
+def _store_lookups(step: StepGraph, gather: torch.fx.Node) -> int:
+    """Keep what is looked up in a gathered table from being computed again by its readers; returns how many lookups there are."""
+    lookups = [node for node in readers(gather) if node.target is torch.ops.aten.embedding.default and node.meta["phase"] is Phase.FORWARD]
+    for lookup in lookups:
+        stored = Editor(step.graph, lookup.next, like=lookup)(torch.ops.graphacc.wait_for.default, lookup, lookup.args[1])
+        lookup.replace_all_uses_with(stored, delete_user_cb=lambda user, stored=stored: user is not stored)
+    return len(lookups)
 
 
 def _move_behind(node: torch.fx.Node, other: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:

@@ -329,7 +329,7 @@ def test_only_one_chunks_logits_are_in_memory():
     assert measured[2] < 0.6 * measured[0] and measured[0] - measured[1] > 0.35 * logits and measured[1] - measured[2] > 0.2 * logits, measured
     assert predicted[2] < 0.6 * predicted[0] and predicted[0] > predicted[1] > predicted[2], predicted
     errors = [x / y for x, y in zip(predicted, measured, strict=True)]
-    assert all(0.97 < error < 1.03 for error in errors), errors
+    assert all(0.97 < error < 1.04 for error in errors), errors  # predicted is the program's own order, as on GPUs; XLA:CPU finds a better one for a single chunk
     assert len(set(flops)) == 1, flops
 
 

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import transformers
 from gpt2_steps import buckets_at_once, captured, gpt2, spread
 from graphs import trace
 from torch.nn import functional as F
 
 from graphacc._compat import jax_ as compat
+from graphacc.costs.memory import predict_memory
 from graphacc.graph import Kind
 from graphacc.lowering import lower
 from graphacc.lowering.rules.matmul import PIECE, PIECED_BYTES
+from graphacc.passes.communication import release
 from graphacc.report.communication import Collective, read_collectives
 from graphacc.report.schedule import read_module
 from graphacc.runtime import Program, make_mesh, select_devices
@@ -116,3 +119,27 @@ def test_what_several_products_read_is_joined_once():
     with compat.x64():
         text = h100.compile(jax.jit(lower(trace(step, inputs, [(Kind.USER, str(i)) for i in range(2)]))), arguments).as_text()
     assert len(re.findall(r"fusion\(.*calls=%\S*concatenate", text)) == 1
+
+
+@functools.cache
+def llama_temporaries(strategy: str, limit: float) -> tuple[int, int]:
+    """Bytes of temporaries, predicted and of XLA, where gradients of up to `limit` bytes may be whole."""
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=WIDTH, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, intermediate_size=4 * WIDTH,
+        max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    chosen = Strategy.parse(strategy)
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr(release, "IN_FLIGHT_BYTES", limit)
+        local = spread(captured(transformers.LlamaForCausalLM(config), LENGTH, chosen.precision), strategy)
+    mesh = h100.like(make_mesh(chosen, select_devices(chosen.num_devices)))
+    memory = Program.build(local, mesh, cache_dir=None, memory_plan="xla", compiler_options=h100.FAST).memory
+    return predict_memory(local).temporary_bytes, memory.temp_bytes + memory.output_bytes - memory.alias_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8,remat=blocks,precision=bf16", "tp=8,sequence_parallel=true,precision=bf16"])
+def test_the_backward_lets_whole_tensors_go(strategy):
+    """XLA scatters gradients late, and multiplies what was gathered for them later still, unless the backward waits; what is predicted then is what XLA needs."""
+    (_, without), (predicted, found) = llama_temporaries(strategy, 1e12), llama_temporaries(strategy, 1e6)
+    assert found < 0.9 * without, (found, without)
+    assert predicted == pytest.approx(found, rel=0.15), strategy

@@ -208,6 +208,20 @@ def _after(ctx, x, dependency, strict=False):
     return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=elsewhere)
 
 
+@register("graphacc.wait_for.default")
+def _wait_for(ctx, x, dependency):
+    """On CUDA and TPU a barrier of both, and a hidden zero in one element of `x`, without which XLA would drop `dependency`; on CPU `x`."""
+    if x.size == 0 or dependency.size == 0:
+        return x
+    return lax.platform_dependent(x, dependency, cpu=lambda x, dependency: x, default=_with_one_element_behind)
+
+
+def _with_one_element_behind(x, dependency):
+    x, dependency = lax.optimization_barrier((x, dependency))
+    start, size = (0,) * x.ndim, (1,) * x.ndim
+    return lax.dynamic_update_slice(x, _with_hidden_zero(lax.slice(x, start, size), dependency), start)
+
+
 def _behind_barrier(x, dependency):
     return _with_hidden_zero(*lax.optimization_barrier((x, dependency)))
 

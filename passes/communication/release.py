@@ -1,0 +1,168 @@
+"""Whole tensors of the backward are let go: gradients that ZeRO scatters, and what sequence parallelism gathers for products that give gradients.
+
+Nothing reads a gradient before the optimizer does, so that a scheduler may scatter all of them at the end, and keep the whole model's until then: XLA's for
+GPUs is one or two layers late, and all layers where autograd casts every gradient behind the backward, as it does for parameters that the forward has cast
+at its beginning. So the backward waits: with gradients 0, 1, ... in the order in which they are made,
+
+    dy 3 ---waits for---> scattered 1          while gradient 2 is on its way
+
+where what may be on its way is whole gradients of up to `IN_FLIGHT_BYTES`, or one (FSDP has such a limit by the streams' events: Zhao et al., "PyTorch FSDP",
+VLDB 2023, section 3.4). The waiting is `graphacc::wait_for`, on that from which the gradient of the weight and that of the layer's input are made, so that the
+backward does not go on without the scatter. (Not under a pipeline's schedule that puts off the gradients of weights itself.)
+
+For the same reason a scheduler puts off the products themselves. Under sequence parallelism along `tp` their factors are gathered, and XLA kept those of all
+layers: there the backward waits for the products.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Hashable
+
+import torch
+import torch.fx
+
+from graphacc.errors import GraphError
+from graphacc.graph import Phase, StepGraph
+from graphacc.ops.facts import OpKind, of_kind
+from graphacc.passes.communication.buckets import GATHER, MAX_BYTES, SCATTER, is_small, place_of, readers
+from graphacc.passes.edit import Editor
+from graphacc.passes.partition.plan import Role
+from graphacc.passes.runner import Log, Pass
+from graphacc.passes.stages.values import SEGMENT, VIEWS
+
+aten = torch.ops.aten
+IN_FLIGHT_BYTES = MAX_BYTES
+"""Whole gradients that may be on their way, or gathered tensors that may wait for their product, when the next gradient is made."""
+
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+_WAIT_FOR = torch.ops.graphacc.wait_for.default
+_SEEN_THROUGH = VIEWS | {torch.ops.graphacc.after.default}
+_WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default}
+_PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
+
+
+def release_pass() -> Pass:
+    """Makes the backward wait for scatters of gradients, and for products of gathered tensors; values stay as they are."""
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        for gradients in _sequences(step):
+            log.rewrote(_tie(step, gradients))
+        return step
+
+    return Pass(name="release-gradients", exact=True, optional=True, run=run, verify=_verify, key="release-gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """A gradient that the backward does not read: those that one message scatters, or one product."""
+
+    maker: torch.fx.Node  # the call that makes it; of several, the last of them
+    way: tuple[torch.fx.Node, ...]  # what only carries it to its scatter, with that and its wait, in the order of the graph; without a scatter nothing
+    size_bytes: int  # what stays in memory as long as it is put off
+
+    @classmethod
+    def scattered_by(cls, scatter: torch.fx.Node) -> "_Gradient":
+        way, makers, left = {scatter, *scatter.users}, set[torch.fx.Node](), list(scatter.all_input_nodes)
+        while left:
+            node = left.pop()
+            if node in way or node in makers:
+                continue
+            if node.op == "call_function" and node.target in _WAY and node.meta["phase"] is Phase.BACKWARD:
+                way.add(node)
+                left.extend(node.all_input_nodes)
+            else:
+                makers.add(node)
+        return cls(max(makers), tuple(sorted(way)), scatter.meta["move"].size_bytes)
+
+    @property
+    def done(self) -> torch.fx.Node:
+        """What exists once nothing of it is in memory."""
+        return self.way[-1] if self.way else self.maker
+
+    @property
+    def source(self) -> torch.fx.Node | None:
+        """The gradient of a layer's output, of which this one is a product."""
+        if self.maker.target not in _PRODUCTS:
+            return None
+        found = []
+        for node in self.maker.all_input_nodes:
+            while node.target in _SEEN_THROUGH and node.meta["phase"] is Phase.BACKWARD:
+                node = node.all_input_nodes[0]
+            if node.op == "call_function" and node.meta["phase"] is Phase.BACKWARD and isinstance(node.meta["val"], torch.Tensor):
+                found.append(node)
+        return max(found, default=None)
+
+    def finish_before(self, reader: torch.fx.Node) -> None:
+        """Begin the scatter where the gradient is made, and wait for it in front of `reader`, unless something in front of that has read it."""
+        if not self.way:
+            return
+        at = self.maker
+        for node in self.way[:-1]:
+            if at < node:
+                at.append(node)
+                at = node
+        if not any(user < reader for user in self.done.users):
+            reader.prepend(self.done)
+
+
+def _sequences(step: StepGraph) -> list[list[_Gradient]]:
+    """The gradients of one stage's backward that would stay in memory, or what they are made of, in the order in which they are made."""
+    found: dict[Hashable, list[_Gradient]] = collections.defaultdict(list)
+    gathered: dict[torch.fx.Node, int] = {}  # product -> bytes of its largest gathered factor
+    for node in step.graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or "move" not in node.meta or is_small(node):
+            continue
+        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT:
+            found[place_of(node)].append(_Gradient.scattered_by(node))
+        elif node.target is GATHER and node.meta["move"].role is Role.ACTIVATION:
+            gathered |= {product: max(node.meta["move"].size_bytes, gathered.get(product, 0)) for product in readers(node) if product.target in _PRODUCTS}
+    for place, gradients in found.items():
+        found[place] = [dataclasses.replace(gradient, size_bytes=max(gradient.size_bytes, gathered.pop(gradient.maker, 0))) for gradient in gradients]
+    for product, size in gathered.items():
+        if product.meta["phase"] is Phase.BACKWARD and _is_put_off(product):
+            found[place_of(product)].append(_Gradient(product, (), size))
+    return [sorted(gradients, key=lambda gradient: gradient.maker) for gradients in found.values()]
+
+
+def _is_put_off(product: torch.fx.Node) -> bool:
+    """Whether no call of the backward computes with it."""
+    left, seen = [product], {product}
+    while left:
+        for user in left.pop().users:
+            if user in seen or user.op == "output" or user.meta["phase"] is Phase.UPDATE:
+                continue
+            if user.target not in _WAY and "move" not in user.meta and user.target is not _WAIT_TENSOR:
+                return False
+            seen.add(user)
+            left.append(user)
+    return True
+
+
+def _tie(step: StepGraph, gradients: list[_Gradient]) -> int:
+    """Make what gradients are made of wait for scatters of earlier ones; returns how many do."""
+    made = [0, *itertools.accumulate(gradient.size_bytes for gradient in gradients)]
+    count, due = 0, 0  # those in front of this one have been waited for
+    for k, gradient in enumerate(gradients):
+        end = max((i + 1 for i in range(due, k) if made[k] - made[i + 1] >= IN_FLIGHT_BYTES), default=due)
+        source = gradient.source if end > due else None
+        if source is None:
+            continue
+        readers = sorted(user for user in source.users if gradients[end - 1].maker < user)
+        if readers:
+            edit, waiting = Editor(step.graph, readers[0]), source
+            for earlier in gradients[due:end]:
+                earlier.finish_before(readers[0])
+                waiting = edit(_WAIT_FOR, waiting, earlier.done)
+            for reader in readers:
+                reader.replace_input_with(source, waiting)
+            count, due = count + 1, end
+    return count
+
+
+def _verify(step: StepGraph) -> None:
+    """What waits for a gradient is in the stage of the pipeline that makes it."""
+    for node in step.graph.nodes:
+        waited = node.all_input_nodes[-1] if node.target is _WAIT_FOR else node
+        if waited.op == "call_function" and waited.meta["phase"] is Phase.BACKWARD and waited.meta.get(SEGMENT) != node.meta.get(SEGMENT):
+            raise GraphError(f"node {node.name!r} of segment {node.meta.get(SEGMENT)} waits for {waited.name!r} of segment {waited.meta.get(SEGMENT)}")

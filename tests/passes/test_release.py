@@ -1,0 +1,112 @@
+"""What the backward would put off: how many whole gradients, and gathered factors, there are at a time under the schedule that scatters and multiplies as late as it can."""
+
+import copy
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import transformers
+from gpt2_steps import captured, gpt2, spread
+from training import assert_parity, compiled, train
+
+from graphacc.graph import Phase, StepGraph
+from graphacc.lowering.rules.collectives import _with_one_element_behind
+from graphacc.passes.communication import release
+from graphacc.passes.communication.buckets import GATHER, SCATTER, readers
+from graphacc.passes.partition.plan import Role
+
+LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 256, 16, 512
+LARGEST = 4 * WIDTH * 4 * WIDTH  # bytes of the gradient of an MLP's weight
+WAIT_FOR = torch.ops.graphacc.wait_for.default
+
+
+def model_of(name: str) -> torch.nn.Module:
+    if name == "gpt2":
+        return gpt2(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=4 * WIDTH,
+        max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+@functools.cache
+def step(name: str, precision: str = "fp32") -> StepGraph:
+    return captured(model_of(name), LENGTH, precision)
+
+
+def laziest(program: StepGraph, put_off: set[torch.fx.Node]) -> dict[torch.fx.Node, int]:
+    """Where each call stands in the order of the program, but that these are not done before something else waits for them."""
+    order: dict[torch.fx.Node, int] = {}
+    for node in program.graph.nodes:
+        left = [] if node in put_off else [node]
+        while left:
+            waiting = [read for read in left[-1].all_input_nodes if read not in order]
+            if waiting:
+                left.extend(waiting)
+            else:
+                order.setdefault(left.pop(), len(order))
+    return order
+
+
+def most_whole(program: StepGraph) -> int:
+    """Bytes of gradients that could be made and are not scattered yet, at most; what a product that is put off is made of counts as its result."""
+    gradients = [release._Gradient.scattered_by(node) for node in program.graph.nodes if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT]
+    order = laziest(program, {node for gradient in gradients for node in (gradient.maker, *gradient.way)})
+    changes = [0] * (len(order) + 1)
+    for gradient in gradients:
+        changes[max(order[read] for read in gradient.maker.all_input_nodes)] += gradient.size_bytes
+        changes[order[gradient.done]] -= gradient.size_bytes
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["fsdp=8", "fsdp=8,zero=2", "fsdp=8,remat=blocks", "tp=2,fsdp=4"])
+@pytest.mark.default_cases("fsdp=8-bf16-gpt2", "fsdp=8,remat=blocks-bf16-llama")
+def test_few_gradients_are_whole(monkeypatch, strategy, precision, name):
+    strategy = f"{strategy},precision={precision},bucket_mb=0.05"
+    monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 10**12)
+    unbounded = most_whole(spread(step(name, precision), strategy))
+    limit = LARGEST // 2
+    monkeypatch.setattr(release, "IN_FLIGHT_BYTES", limit)
+    assert most_whole(spread(step(name, precision), strategy)) <= limit + 3 * LARGEST < 0.6 * unbounded
+
+
+@pytest.mark.parametrize("strategy", ["tp=2,sequence_parallel=true", "tp=2,fsdp=4,sequence_parallel=true"])
+def test_gathered_factors_do_not_wait_for_their_products(monkeypatch, strategy):
+    """Megatron's sequence parallelism: the gradient of every row-parallel layer's output is gathered, for its input's gradient and its weight's."""
+    monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 1)
+    program = spread(step("llama"), strategy)
+    order = laziest(program, {node for node in program.graph.nodes if node.target in release._PRODUCTS and node.meta["phase"] is Phase.BACKWARD and release._is_put_off(node)})
+    gathers = [node for node in program.graph.nodes if node.target is GATHER and node.meta["phase"] is Phase.BACKWARD and node.meta["move"].role is Role.ACTIVATION]
+    lives = sorted((order[gather], max(order[reader] for reader in readers(gather))) for gather in gathers)
+    at_once = max(sum(begin <= at <= end for begin, end in lives) for at, _ in lives)
+    assert len(lives) > 2 * LAYERS and at_once <= 4, (at_once, len(lives))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8", "tp=2,fsdp=4,sequence_parallel=true", "pp=2,microbatches=2,fsdp=4", "fsdp=8,quantized_gradients=true,quant_min_size=1"])
+def test_what_the_loop_gets_stays(monkeypatch, strategy):
+    """With waits wherever there may be one: PyTorch's losses and parameters, or those of the program without waits where that sends other gradients."""
+    reference = model_of("llama")
+    batches = [dict(input_ids=(ids := torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(i))), labels=ids) for i in range(3)]
+    plain, waiting = copy.deepcopy(reference), compiled(copy.deepcopy(reference), strategy)
+    if "quantized" in strategy:
+        plain = compiled(plain, strategy)
+    expected = train(plain, batches)
+    monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 1)
+    losses = train(waiting, batches)
+    assert sum(node.target is WAIT_FOR for program in waiting.programs for node in program.graph.graph.nodes) > 2 * LAYERS
+    assert_parity(plain, waiting, expected, losses)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_waiting_on_gpus_changes_no_bit(dtype):
+    """The form that waits by a dependency of data, run here."""
+    x, dependency = jnp.asarray([[-0.0, jnp.nan, 3.0], [jnp.inf, 5.0, 6.0]]).astype(dtype), jnp.asarray([[7.5]], jnp.bfloat16)
+    got = jax.jit(_with_one_element_behind)(x, dependency)
+    assert (got.dtype, got.shape) == (x.dtype, x.shape) and got.tobytes() == x.tobytes()
