@@ -38,6 +38,7 @@ from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
 from graphacc.passes.stream import stream_pass
+from graphacc.passes.widen import WIDEN_GRADIENTS
 from graphacc.strategy.axes import CP, DP, EP, FSDP, TP
 from graphacc.strategy.spec import Strategy
 
@@ -101,6 +102,7 @@ def build_pipeline(
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
     if in_chunks:
         passes.append(chunk_pass(strategy.loss_chunks))
+    passes.append(WIDEN_GRADIENTS)
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
@@ -110,8 +112,8 @@ def build_pipeline(
         passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
         if strategy.zero_stage == 3:
             passes.append(prefetch_pass(strategy.prefetch))
-    if (stage or strategy.sequence_parallel) and strategy.schedule != "zb-h1":
-        passes.append(release_pass())
+    if (stage or strategy.tp > 1) and strategy.schedule != "zb-h1":
+        passes.append(release_pass(products=strategy.tp > 1))
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
     passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]

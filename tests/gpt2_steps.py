@@ -1,4 +1,4 @@
-"""GPT-2's training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
+"""GPT-2's (or a Llama's) training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
 
 import torch
 import transformers
@@ -22,6 +22,16 @@ def gpt2(*, layers: int, width: int, length: int, vocabulary: int) -> nn.Module:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
+
+
+def llama(*, layers: int, width: int, length: int, vocabulary: int, factor: int = 4) -> nn.Module:
+    """With heads of 64 elements, and `factor` times the width within MLPs."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 64, intermediate_size=factor * width, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
 
 
 def captured(model: nn.Module, length: int, precision: str = "fp32") -> StepGraph:

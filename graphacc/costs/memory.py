@@ -274,7 +274,8 @@ def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Ma
 def _is_padded(node: torch.fx.Node) -> bool:
     """Whether a product on a GPU stores its result in longer rows than those of `node`."""
     value = node.meta["val"]
-    return node.target is _aten.mm.default and value.dtype in (torch.bfloat16, torch.float16) and padding_of_rows(value.shape[-1]) > 0
+    narrow = node.target is _aten.mm.default and value.dtype in (torch.bfloat16, torch.float16)
+    return (narrow or node.target is torch.ops.graphacc.wide_mm.default) and padding_of_rows(value.shape[-1]) > 0
 
 
 def _elementwise_operands(node: torch.fx.Node, made: Mapping[torch.fx.Node, range]) -> Iterator[torch.fx.Node]:

@@ -268,6 +268,12 @@ def _recurrent_backward(args) -> tuple[float, tuple[int, int, int]]:
     return 2.0 * grad.shape[:2].numel() * weight.numel(), (grad.shape[1], *weight.shape)
 
 
+def _wide(args) -> tuple[float, tuple[int, int, int]]:
+    """[M, K] times [K, N]."""
+    a, b = args
+    return 2.0 * a.numel() * b.shape[1], _dims(a, b)
+
+
 def _torch_grouped(args) -> tuple[float, tuple[int, int, int]]:
     """aten::_grouped_mm: rows [M, K] times [E, K, F], or [K, M] times [M, F] for a gradient of the weight."""
     a, b = args[:2]
@@ -279,6 +285,7 @@ _OWN: dict[object, Callable] = {
     _ops.sdpa_backward.default: _attention_backward,
     _ops.flash_attention.default: _flash,
     _ops.flash_attention_backward.default: _flash_backward,
+    _ops.wide_mm.default: _wide,
     _ops.grouped_mm.default: _grouped,
     _ops.grouped_mm_weight_grad.default: _grouped_weight_grad,
     _ops.recurrence.default: _recurrent,

@@ -69,7 +69,7 @@ _TABLE = {
     "empty.memory_format empty_like.default new_empty.default": Facts(kind=OpKind.FILL),  # any number will do
     "arange.default arange.start arange.start_step": Facts(kind=OpKind.COUNT),
     "graphacc.random_uniform.default graphacc.random_bits.default": Facts(kind=OpKind.RANDOM),
-    "mm.default bmm.default": Facts(kind=OpKind.PRODUCT, factors=(0, 1)),
+    "mm.default bmm.default graphacc.wide_mm.default": Facts(kind=OpKind.PRODUCT, factors=(0, 1)),
     "addmm.default": Facts(kind=OpKind.PRODUCT, factors=(1, 2)),
     "graphacc.after.default": Facts(kind=OpKind.ORDER),
     "graphacc.wait_for.default": Facts(kind=OpKind.ORDER),

@@ -1,4 +1,4 @@
-"""Whole tensors of the backward are let go: gradients that ZeRO scatters, and what sequence parallelism gathers for products that give gradients.
+"""Whole tensors of the backward are let go: gradients that ZeRO scatters, and along `tp` the activations that gradients are products of.
 
 Nothing reads a gradient before the optimizer does, so that a scheduler may scatter all of them at the end, and keep the whole model's until then: XLA's for
 GPUs is one or two layers late, and all layers where autograd casts every gradient behind the backward, as it does for parameters that the forward has cast
@@ -10,8 +10,8 @@ where what may be on its way is whole gradients of up to `IN_FLIGHT_BYTES`, or o
 VLDB 2023, section 3.4). The waiting is `graphacc::wait_for`, on that from which the gradient of the weight and that of the layer's input are made, so that the
 backward does not go on without the scatter. (Not under a pipeline's schedule that puts off the gradients of weights itself.)
 
-For the same reason a scheduler puts off the products themselves. Under sequence parallelism along `tp` their factors are gathered, and XLA kept those of all
-layers: there the backward waits for the products.
+For the same reason a scheduler puts off the products themselves. Along `tp` gradients are small beside the activations that they are products of, which every
+rank has whole, or gathers: XLA kept those of all layers. There the backward waits for the products.
 """
 
 import collections
@@ -25,15 +25,16 @@ import torch.fx
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.facts import OpKind, of_kind
-from graphacc.passes.communication.buckets import GATHER, MAX_BYTES, SCATTER, is_small, place_of, readers
+from graphacc.passes.communication.buckets import MAX_BYTES, SCATTER, SMALL_BYTES, is_small, place_of
 from graphacc.passes.edit import Editor
+from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
 from graphacc.passes.stages.values import SEGMENT, VIEWS
 
 aten = torch.ops.aten
 IN_FLIGHT_BYTES = MAX_BYTES
-"""Whole gradients that may be on their way, or gathered tensors that may wait for their product, when the next gradient is made."""
+"""Whole gradients that may be on their way, or activations that may wait for their product, when the next gradient is made."""
 
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _WAIT_FOR = torch.ops.graphacc.wait_for.default
@@ -42,15 +43,19 @@ _WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default}
 _PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
 
 
-def release_pass() -> Pass:
-    """Makes the backward wait for scatters of gradients, and for products of gathered tensors; values stay as they are."""
+def release_pass(products: bool) -> Pass:
+    """Makes the backward wait for scatters of gradients; values stay as they are.
+
+    Args:
+        products: and for products that give gradients.
+    """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
-        for gradients in _sequences(step):
+        for gradients in _sequences(step, products):
             log.rewrote(_tie(step, gradients))
         return step
 
-    return Pass(name="release-gradients", exact=True, optional=True, run=run, verify=_verify, key="release-gradients")
+    return Pass(name="release-gradients", exact=True, optional=True, run=run, verify=_verify, key=("release-gradients", products))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,23 +111,26 @@ class _Gradient:
             reader.prepend(self.done)
 
 
-def _sequences(step: StepGraph) -> list[list[_Gradient]]:
+def _sequences(step: StepGraph, products: bool) -> list[list[_Gradient]]:
     """The gradients of one stage's backward that would stay in memory, or what they are made of, in the order in which they are made."""
     found: dict[Hashable, list[_Gradient]] = collections.defaultdict(list)
-    gathered: dict[torch.fx.Node, int] = {}  # product -> bytes of its largest gathered factor
     for node in step.graph.nodes:
-        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or "move" not in node.meta or is_small(node):
+        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD:
             continue
-        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT:
+        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT and not is_small(node):
             found[place_of(node)].append(_Gradient.scattered_by(node))
-        elif node.target is GATHER and node.meta["move"].role is Role.ACTIVATION:
-            gathered |= {product: max(node.meta["move"].size_bytes, gathered.get(product, 0)) for product in readers(node) if product.target in _PRODUCTS}
+        elif products and node.target in _PRODUCTS and _is_put_off(node) and (size := _kept_bytes(node)) > SMALL_BYTES:
+            found[place_of(node)].append(_Gradient(node, (), size))
     for place, gradients in found.items():
-        found[place] = [dataclasses.replace(gradient, size_bytes=max(gradient.size_bytes, gathered.pop(gradient.maker, 0))) for gradient in gradients]
-    for product, size in gathered.items():
-        if product.meta["phase"] is Phase.BACKWARD and _is_put_off(product):
-            found[place_of(product)].append(_Gradient(product, (), size))
-    return [sorted(gradients, key=lambda gradient: gradient.maker) for gradients in found.values()]
+        scattered = {gradient.maker for gradient in gradients if gradient.way}
+        found[place] = sorted((gradient for gradient in gradients if gradient.way or gradient.maker not in scattered), key=lambda gradient: gradient.maker)
+    return list(found.values())
+
+
+def _kept_bytes(product: torch.fx.Node) -> int:
+    """Of the factors that the backward has made."""
+    made = (node.meta["val"] for node in product.all_input_nodes if node.op == "call_function" and node.meta["phase"] is Phase.BACKWARD)
+    return max((size_bytes(tuple(value.shape), value.dtype) for value in made if isinstance(value, torch.Tensor)), default=0)
 
 
 def _is_put_off(product: torch.fx.Node) -> bool:

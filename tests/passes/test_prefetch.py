@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import transformers
-from gpt2_steps import BATCH, buckets_at_once, captured, gpt2, spread
+from gpt2_steps import BATCH, buckets_at_once, captured, gpt2, llama, spread
 from simulate import simulate
 
 from graphacc.errors import StrategyError
@@ -27,11 +27,7 @@ EMBEDDING_BYTES = 4 * VOCABULARY * WIDTH  # of GPT-2's, which is tied; less than
 def step(name: str = "gpt2") -> StepGraph:
     if name == "gpt2":
         return captured(gpt2(layers=4, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY), LENGTH)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=3, intermediate_size=2 * WIDTH,
-        max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    return captured(transformers.LlamaForCausalLM(config), LENGTH)
+    return captured(llama(layers=4, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY, factor=2), LENGTH)
 
 
 def is_embedding(gather: torch.fx.Node) -> bool:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-import transformers
-from gpt2_steps import captured, gpt2, spread
+from gpt2_steps import captured, gpt2, llama, spread
 from training import assert_parity, compiled, train
 
 from graphacc.graph import Phase, StepGraph
@@ -23,20 +22,12 @@ LARGEST = 4 * WIDTH * 4 * WIDTH  # bytes of the gradient of an MLP's weight
 WAIT_FOR = torch.ops.graphacc.wait_for.default
 
 
-def model_of(name: str) -> torch.nn.Module:
-    if name == "gpt2":
-        return gpt2(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=4 * WIDTH,
-        max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+SIZES = dict(layers=LAYERS, width=WIDTH, length=LENGTH, vocabulary=VOCABULARY)
 
 
 @functools.cache
 def step(name: str, precision: str = "fp32") -> StepGraph:
-    return captured(model_of(name), LENGTH, precision)
+    return captured((gpt2 if name == "gpt2" else llama)(**SIZES), LENGTH, precision)
 
 
 def laziest(program: StepGraph, put_off: set[torch.fx.Node]) -> dict[torch.fx.Node, int]:
@@ -92,7 +83,7 @@ def test_gathered_factors_do_not_wait_for_their_products(monkeypatch, strategy):
 @pytest.mark.parametrize("strategy", ["fsdp=8", "tp=2,fsdp=4,sequence_parallel=true", "pp=2,microbatches=2,fsdp=4", "fsdp=8,quantized_gradients=true,quant_min_size=1"])
 def test_what_the_loop_gets_stays(monkeypatch, strategy):
     """With waits wherever there may be one: PyTorch's losses and parameters, or those of the program without waits where that sends other gradients."""
-    reference = model_of("llama")
+    reference = llama(**SIZES)
     batches = [dict(input_ids=(ids := torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(i))), labels=ids) for i in range(3)]
     plain, waiting = copy.deepcopy(reference), compiled(copy.deepcopy(reference), strategy)
     if "quantized" in strategy:

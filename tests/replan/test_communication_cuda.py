@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-import transformers
-from gpt2_steps import buckets_at_once, captured, gpt2, spread
+from gpt2_steps import buckets_at_once, captured, gpt2, llama, spread
 from graphs import trace
 from torch.nn import functional as F
 
@@ -124,14 +123,10 @@ def test_what_several_products_read_is_joined_once():
 @functools.cache
 def llama_temporaries(strategy: str, limit: float) -> tuple[int, int]:
     """Bytes of temporaries, predicted and of XLA, where gradients of up to `limit` bytes may be whole."""
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=WIDTH, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, intermediate_size=4 * WIDTH,
-        max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
     chosen = Strategy.parse(strategy)
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(release, "IN_FLIGHT_BYTES", limit)
-        local = spread(captured(transformers.LlamaForCausalLM(config), LENGTH, chosen.precision), strategy)
+        local = spread(captured(llama(layers=6, width=WIDTH, length=LENGTH, vocabulary=512), LENGTH, chosen.precision), strategy)
     mesh = h100.like(make_mesh(chosen, select_devices(chosen.num_devices)))
     memory = Program.build(local, mesh, cache_dir=None, memory_plan="xla", compiler_options=h100.FAST).memory
     return predict_memory(local).temporary_bytes, memory.temp_bytes + memory.output_bytes - memory.alias_bytes

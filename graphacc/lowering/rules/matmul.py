@@ -126,6 +126,11 @@ def mm(ctx, a, b):
     return _product(a, b, ctx.node.args[:2], packed=True)
 
 
+@register("graphacc.wide_mm.default")
+def _wide_mm(ctx, a, b):
+    return _product(a, b, ctx.node.args[:2], np.float32, packed=True)
+
+
 @register("aten.mm.dtype", "aten.bmm.dtype")
 def _mm_dtype(ctx, a, b, out_dtype):
     return _matmul(a, b, ctx.dtype)
