@@ -89,7 +89,6 @@ class MemoryPrediction:
     argument_bytes: int  # parameters, buffers, optimizer state and batch
     temporary_bytes: int  # largest sum of values that live at once, arguments and outputs aside
     output_bytes: int  # outputs that replace no input
-    released_bytes: int  # temporaries where gradients leave as they are made, as where they are scattered; on CPUs as `temporary_bytes`
     ordered_bytes: int  # temporaries where collectives keep the graph's order, as far as the compiler does not choose another one; where no order is planned, as `temporary_bytes`
 
     @property
@@ -113,9 +112,13 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
         argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
         temporary_bytes=temporary,
         output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
-        released_bytes=temporary if cpu or planned else _quick_peak(problem, cpu=True),
         ordered_bytes=ordered,
     )
+
+
+def released_bytes(step: StepGraph, *, cpu: bool = False) -> int:
+    """Bytes of temporaries where gradients leave as they are made, as where they are scattered; `cpu` as of `predict_memory`."""
+    return _quick_peak(_problem(step, cpu=cpu), cpu=True)
 
 
 def _quick_peak(problem: Problem, *, cpu: bool) -> int:

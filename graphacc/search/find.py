@@ -26,7 +26,7 @@ from graphacc import collector
 from graphacc._compat.torch_ import without_function_modes
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
-from graphacc.costs.memory import predict_memory, saved_for_backward, working_bytes
+from graphacc.costs.memory import predict_memory, released_bytes, saved_for_backward, working_bytes
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
@@ -521,11 +521,10 @@ class Search:
         working: dict[str, int] = {}
         for node, size in working_bytes(local, cpu=self._is_cpu).items():
             working[path_of(node)] = max(size, working.get(path_of(node), 0))
-        memory = predict_memory(local, cpu=self._is_cpu)
         return Profile(
             cost=cost,
-            temporary_bytes=memory.temporary_bytes,
-            released_bytes=memory.released_bytes,
+            temporary_bytes=predict_memory(local, cpu=self._is_cpu).temporary_bytes,
+            released_bytes=released_bytes(local, cpu=self._is_cpu),
             saved_bytes=sum(saved_for_backward(local, cpu=self._is_cpu).values()),
             state_bytes=state,
             updates=self.update is not None and not self.accumulates,

@@ -65,14 +65,14 @@ def prefetch_pass(distance: int) -> Pass:
 
 def sequences(step: StepGraph) -> list[list[torch.fx.Node]]:
     """The gathers of large weights that forward and backward (of one stage) read, each in the order of the first readers."""
-    order, given = _order(step), _given(step)
+    given = _given(step)
     found: dict[Hashable, list[torch.fx.Node]] = collections.defaultdict(list)
     for node in step.graph.nodes:
         if node.target is not GATHER or node.meta["move"].role is not Role.WEIGHT or is_small(node) or is_across_nodes(node):
             continue
         if node.meta["phase"] is not Phase.UPDATE and node.all_input_nodes[0] in given:
             found[place_of(node)].append(node)
-    return [sorted(gathers, key=lambda node: _first(node, order)) for gathers in found.values()]
+    return [sorted(gathers, key=_first) for gathers in found.values()]
 
 
 def _given(step: StepGraph) -> set[torch.fx.Node]:
@@ -86,23 +86,20 @@ def _given(step: StepGraph) -> set[torch.fx.Node]:
     return given
 
 
-def _order(step: StepGraph) -> dict[torch.fx.Node, int]:
-    return {node: i for i, node in enumerate(step.graph.nodes)}
-
-
-def _first(gather: torch.fx.Node, order: dict[torch.fx.Node, int]) -> int:
-    return min((order[node] for node in readers(gather)), default=order[gather])
+def _first(gather: torch.fx.Node) -> torch.fx.Node:
+    """The first reader of what is gathered; of what nothing reads the gather."""
+    return min(readers(gather), default=gather)
 
 
 def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
     """Make the gathers of one sequence wait; returns how many do."""
-    count, order = 0, _order(step)
+    count = 0
     first = next((anchor for gather in gathers[:1] for anchor in _waits(gather)), None)
     for k, gather in enumerate(gathers):
-        anchor = _anchor(gathers, k, distance, order) or first
-        if anchor is None or order[anchor] > order[gather]:
+        anchor = _anchor(gathers, k, distance) or first
+        if anchor is None or anchor > gather:
             continue
-        own = [node for node in _afters(gather) if order[anchor] < order[node]]
+        own = [node for node in _afters(gather) if anchor < node]
         for node in own:
             node.args = (node.args[0], anchor, True)
         if not own:
@@ -116,14 +113,14 @@ def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
     """Make the gradient of a weight larger than a bucket wait for what reads the gathered weight in the backward; returns how many products do."""
     if gather.meta["phase"] is not Phase.BACKWARD or gather.meta["move"].size_bytes <= MAX_BYTES:
         return 0
-    weight, order, count = gather.meta["val"], _order(step), 0
+    weight, count = gather.meta["val"], 0
     for reader in (node for node in readers(gather) if node.target in _PRODUCTS):
         found = {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS and product is not reader}
-        for product in sorted(found, key=order.__getitem__):
+        for product in sorted(found):
             factor = min(_factors(product), key=lambda node: node.meta["val"].numel())
-            if product.meta["val"].numel() == weight.numel() > factor.meta["val"].numel() and _move_behind(product, reader, order):
+            if product.meta["val"].numel() == weight.numel() > factor.meta["val"].numel() and _move_behind(product, reader):
                 product.replace_input_with(factor, Editor(step.graph, product)(AFTER, factor, reader, True))
-                order, count = _order(step), count + 1
+                count += 1
     return count
 
 
@@ -136,18 +133,18 @@ def _store_lookups(step: StepGraph, gather: torch.fx.Node) -> int:
     return len(lookups)
 
 
-def _move_behind(node: torch.fx.Node, other: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:
+def _move_behind(node: torch.fx.Node, other: torch.fx.Node) -> bool:
     """Move `node` and views of it behind `other`; false where that, or something else between the two, reads it."""
     moved, left = [], [node]
     while left:
         at = left.pop()
-        if order[at] > order[other]:
+        if at > other:
             continue
         if at is not node and at.target not in VIEWS:
             return False
         moved.append(at)
         left.extend(at.users)
-    for at in sorted(moved, key=order.__getitem__, reverse=True):
+    for at in sorted(moved, reverse=True):
         other.append(at)
     return True
 
@@ -165,15 +162,15 @@ def _source(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _anchor(gathers: list[torch.fx.Node], k: int, distance: int, order: dict[torch.fx.Node, int]) -> torch.fx.Node | None:
+def _anchor(gathers: list[torch.fx.Node], k: int, distance: int) -> torch.fx.Node | None:
     """The value that gather `k` waits for: of the last reader of gather k - distance - 1, or an earlier one's."""
     if k <= distance:
         return None
-    limit = min(_first(gathers[k - distance], order), order[gathers[k]])
+    limit = min(_first(gathers[k - distance]), gathers[k])
     for gather in reversed(gathers[: k - distance]):
-        values = [value for node in readers(gather) if (value := _value(node)) is not None and order[value] < limit]
+        values = [value for node in readers(gather) if (value := _value(node)) is not None and value < limit]
         if values:
-            return max(values, key=order.__getitem__)
+            return max(values)
     return None
 
 

@@ -8,6 +8,7 @@ transformer, the places where the residual stream alone crosses. Units whose mod
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -128,7 +129,12 @@ def block_of(node: torch.fx.Node) -> str:
 
     Examples: "transformer.h.3.attn" lies in "transformer.h.3", and "lm_head" in none, "".
     """
-    found = _BLOCK.match(node.meta.get("module_path") or "")
+    return _block_of_path(node.meta.get("module_path") or "")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _block_of_path(path: str) -> str:
+    found = _BLOCK.match(path)
     return found.group(0) if found else ""
 
 

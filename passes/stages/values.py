@@ -28,7 +28,8 @@ CASTS = of_kind(OpKind.CAST)
 
 def written_inputs(step: StepGraph) -> set[torch.fx.Node]:
     """Placeholders whose value an output replaces."""
-    return {step.placeholders[index] for index in step.donations().values()}
+    placeholders = step.placeholders
+    return {placeholders[index] for index in step.donations().values()}
 
 
 def free_values(step: StepGraph) -> set[torch.fx.Node]:
