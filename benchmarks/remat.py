@@ -26,6 +26,7 @@ import transformers
 from graphacc._compat.jax_ import cuda_library
 from graphacc.capture import Batch, capture_joint, capture_update, stitch
 from graphacc.costs.memory import predict_memory
+from graphacc.costs.work import flops_by_dtype
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.pipeline import build_pipeline
@@ -54,14 +55,16 @@ def captured(args: argparse.Namespace, checkpoint: bool) -> StepGraph:
     return stitch(joint, capture_update(model, torch.optim.AdamW(model.parameters(), lr=1e-3), gradients))
 
 
-def compiled(step: StepGraph, strategy: Strategy, platform: str) -> tuple[Program, str]:
-    """The program of one device, and what the pass says about it."""
+def compiled(step: StepGraph, strategy: Strategy, platform: str) -> tuple[Program, float, str]:
+    """The program of one device, its floating-point operations, and what the pass says about it."""
     local, reports = run_passes(step.copy(), build_pipeline(step, strategy, batch_dims=default_batch_dims(step)))
+    flops = sum(flops_by_dtype(local).values())
     said = next((str(report.details) for report in reports if report.name == "rematerialise"), "")
     mesh = make_mesh(strategy, select_devices(strategy.num_devices))
     if platform == "h100":
-        return Program.build(local, h100.like(mesh), cache_dir=None, memory_plan="xla", compiler_options=h100.FAST), said
-    return Program.build(local, mesh, cache_dir=None, memory_plan="xla"), said
+        return Program.build(local, h100.like(mesh), cache_dir=None, memory_plan="xla", compiler_options=h100.FAST), flops, said  # XLA counts none without the device
+    program = Program.build(local, mesh, cache_dir=None, memory_plan="xla")
+    return program, program.cost.flops, said
 
 
 def budgets(args: argparse.Namespace) -> None:
@@ -72,9 +75,8 @@ def budgets(args: argparse.Namespace) -> None:
     print("| budget GB | predicted GB | XLA's temporaries MB | GFLOP | choosing and compiling s | |\n| --- | --- | --- | --- | --- | --- |")
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
         budget, start = (least + share * (most - least)) / 1e9, time.perf_counter()
-        program, said = compiled(step, Strategy(remat="auto", memory_gb=budget), "cpu")
+        program, flops, said = compiled(step, Strategy(remat="auto", memory_gb=budget), "cpu")
         found = _predicted(step, f"remat=auto,memory_gb={budget!r}") / 1e9
-        flops = program.cost.flops
         cells = f"{budget:.4f}", f"{found:.4f}", f"{program.memory.temp_bytes / 1e6:.1f}", f"{flops / 1e9:.1f}", f"{time.perf_counter() - start:.0f}"
         print("| " + " | ".join(cells) + f" | {said.splitlines()[-1].strip()} |", flush=True)
 
@@ -103,8 +105,8 @@ def main() -> None:
     for row in args.rows or ROWS:
         step = captured(args, row == "checkpoint")
         start = time.perf_counter()
-        program, said = compiled(step, Strategy.parse("" if row == "checkpoint" else row), args.what)
-        found = program.memory.temp_bytes, program.cost.flops
+        program, flops, said = compiled(step, Strategy.parse("" if row == "checkpoint" else row), args.what)
+        found = program.memory.temp_bytes, flops
         first = first or found
         ratios = [f"{mine / before:.3f}" for mine, before in zip(found, first, strict=True)]
         print(f"| {row or 'nothing'} | {found[0] / 1e6:.1f} | {ratios[0]} | {found[1] / 1e9:.1f} | {ratios[1]} | {time.perf_counter() - start:.0f} |", flush=True)

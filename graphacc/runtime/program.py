@@ -230,7 +230,14 @@ class Program:
 
     @property
     def cost(self) -> Cost:
+        """As XLA counts it.
+
+        Raises:
+            GraphAccError: the program is compiled for devices that are not here.
+        """
         counts = self._executable.cost_analysis() if self._module is None else module_cost(zlib.decompress(self._module), self._executable)
+        if counts is None:
+            raise GraphAccError(f"XLA counts no operations of {self.name}, which is compiled for devices that are not here: graphacc.costs.work counts those of its graph")
         return Cost(flops=counts.get("flops", 0.0), bytes_accessed=counts.get("bytes accessed", 0.0))
 
     def hlo_text(self) -> str:

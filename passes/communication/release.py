@@ -8,7 +8,8 @@ at its beginning. So the backward waits: with gradients 0, 1, ... in the order i
 
 where what may be on its way is whole gradients of up to `IN_FLIGHT_BYTES`, or one (FSDP has such a limit by the streams' events: Zhao et al., "PyTorch FSDP",
 VLDB 2023, section 3.4). The waiting is `graphacc::wait_for`, on that from which the gradient of the weight and that of the layer's input are made, so that the
-backward does not go on without the scatter. (Not under a pipeline's schedule that puts off the gradients of weights itself.)
+backward does not go on without the scatter. (Not under a pipeline's schedule that puts off the gradients of weights
+itself, nor without buckets, where XLA's combiner joins messages, which it cannot if one waits for another.)
 
 For the same reason a scheduler puts off the products themselves. Along `tp` gradients are small beside the activations that they are products of, which every
 rank has whole, or gathers: XLA kept those of all layers. There the backward waits for the products.

@@ -87,6 +87,7 @@ class _Recomputation:
         self.varying: set[torch.fx.Node] = set()  # what is no constant
         self.gradients: set[torch.fx.Node] = set()
         self.last: dict[int | None, torch.fx.Node] = {}  # segment -> its latest gradient so far
+        self.is_behind_results = False
         self.since = self._scalar_results()  # and gradients that were made since the last anchor, in order
 
     def run(self) -> int:
@@ -98,7 +99,23 @@ class _Recomputation:
                 self.varying.add(node)
             if node.meta["phase"] is Phase.BACKWARD:
                 self._visit(node)
+                self._put_behind_results(node)
         return len(self.copies)
+
+    def _put_behind_results(self, node: torch.fx.Node) -> None:
+        """Let the gradient of the logits wait for the loss, by the first number that it is made of: XLA:CPU may else compute the loss behind it, and keep the logits beside their gradient."""
+        value = node.meta["val"]
+        if self.is_behind_results or node not in self.varying or SEGMENT in node.meta or not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+            return
+        readers, last = [user for user in node.users if user.meta.get("phase") is Phase.BACKWARD], node
+        for result in self._scalar_results():
+            if result < node:
+                last = Editor(self.step.graph, last.next, like=node, meta={_COPIED: True})(_AFTER, last, result)
+                self.order[last] = self.order[node]
+                self.varying.add(last)
+        for reader in readers:
+            reader.replace_input_with(node, last)
+        self.is_behind_results = True
 
     def _visit(self, node: torch.fx.Node) -> None:
         """Let a call of backward read copies."""

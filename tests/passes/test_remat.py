@@ -5,6 +5,7 @@ import collections
 import pytest
 import torch
 import zoo
+from gpt2_steps import captured, gpt2, spread
 from selection import with_matrix
 from simulate import run_global, simulate
 from tolerances import relative_error
@@ -21,6 +22,7 @@ from graphacc.passes.partition.plan import Role
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.remat import find_regions, recompute, verify_recomputed
 from graphacc.passes.runner import run_passes
+from graphacc.runtime import Program, make_mesh, select_devices
 from graphacc.strategy import Strategy
 
 AFTER = torch.ops.graphacc.after.default
@@ -197,3 +199,12 @@ def test_strategy():
         Strategy(remat="some")
     with pytest.raises(StrategyError, match='needs a graph of operators|lazy tensors does not give: leave it out, or use capture="fx"'):
         check_axes(Strategy(remat="blocks"))
+
+
+def test_the_logits_and_their_gradient_share_memory_on_cpu():
+    """With a large vocabulary two of them would be more than all that is computed again."""
+    step = captured(gpt2(layers=4, width=64, length=128, vocabulary=8192), 128)
+    mesh = make_mesh(Strategy(), select_devices(1))
+    kept, again = (Program.build(spread(step, strategy), mesh, cache_dir=None, memory_plan="xla").memory.temp_bytes for strategy in ("dp=1", "remat=blocks"))
+    logits = 8 * 128 * 8192 * 4
+    assert again < 1.5 * logits and again < kept, (again / logits, kept / logits)
