@@ -87,7 +87,7 @@ class _Recomputation:
         self.varying: set[torch.fx.Node] = set()  # what is no constant
         self.gradients: set[torch.fx.Node] = set()
         self.last: dict[int | None, torch.fx.Node] = {}  # segment -> its latest gradient so far
-        self.is_behind_results = False
+        self.is_behind_results = any(CHUNKED in node.meta for node in step.graph.nodes)  # the loop over chunks computes both
         self.since = self._scalar_results()  # and gradients that were made since the last anchor, in order
 
     def run(self) -> int:
