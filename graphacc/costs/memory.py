@@ -78,8 +78,10 @@ _REDUCTIONS = frozenset(
 
 PLAN_SECONDS = 0.5
 """Budget of one predicted order; most are proved best in a fraction of it."""
-_ORDERS = ("program order", "immediate updates", "eager free", "LPMF", "BFS")
-"""XLA takes the best of several on CPUs. On GPUs it keeps near the first, and updates parameters behind the backward."""
+_PROGRAM_ORDER = ("program order",)
+"""XLA for GPUs keeps near it, and updates parameters behind the backward."""
+_ORDERS = (*_PROGRAM_ORDER, "immediate updates", "eager free", "LPMF", "BFS")
+"""XLA takes the best of several on CPUs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
         planned: the compiled program's order of operators is planned, and so is the predicted one, for `PLAN_SECONDS` at most; else the program's counts, or on CPUs the best of a few quick ones.
     """
     problem, donated = _problem(step, cpu=cpu), step.donations()
-    temporary = ordered = _planned_peak(problem) if planned else _quick_peak(problem, cpu=cpu)
+    temporary = ordered = _planned_peak(problem) if planned else _quick_peak(problem, _ORDERS if cpu else _PROGRAM_ORDER)
     if planned:
         ordered = max(temporary, _planned_peak(_with_collectives_in_order(step, problem)))
     return MemoryPrediction(
@@ -118,12 +120,12 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
 
 def released_bytes(step: StepGraph, *, cpu: bool = False) -> int:
     """Bytes of temporaries where gradients leave as they are made, as where they are scattered; `cpu` as of `predict_memory`."""
-    return _quick_peak(_problem(step, cpu=cpu), cpu=True)
+    return _quick_peak(_problem(step, cpu=cpu), _ORDERS)
 
 
-def _quick_peak(problem: Problem, *, cpu: bool) -> int:
+def _quick_peak(problem: Problem, orders: Iterable[str]) -> int:
     graph = compile_problem(problem)
-    return min(graph.peak(HEURISTICS[name](graph)) for name in (_ORDERS if cpu else _ORDERS[:1]))
+    return min(graph.peak(HEURISTICS[name](graph)) for name in orders)
 
 
 @functools.lru_cache(maxsize=16)
@@ -295,7 +297,7 @@ def loop_bytes(node: torch.fx.Node) -> int:
     body = body_of(node)
     if body is None:
         return 0
-    inside = _quick_peak(_problem(StepGraph(body.graph, (), ())), cpu=True)
+    inside = _quick_peak(_problem(StepGraph(body.graph, (), ())), _ORDERS)
     wider = sum(
         value.meta["val"].numel() * body.accumulates_in(i).itemsize for i, value in enumerate(body.values) if body.accumulates_in(i) is not value.meta["val"].dtype
     )

@@ -18,6 +18,7 @@ rank has whole, or gathers: XLA kept those of all layers. There the backward wai
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Hashable
 
 import torch
@@ -39,8 +40,9 @@ IN_FLIGHT_BYTES = MAX_BYTES
 
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _WAIT_FOR = torch.ops.graphacc.wait_for.default
-_SEEN_THROUGH = VIEWS | {torch.ops.graphacc.after.default}
-_WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default}
+_AFTER = torch.ops.graphacc.after.default
+_SEEN_THROUGH = VIEWS | {_AFTER}
+_WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default, operator.getitem}
 _PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
 
 
@@ -139,7 +141,8 @@ def _is_put_off(product: torch.fx.Node) -> bool:
     left, seen = [product], {product}
     while left:
         for user in left.pop().users:
-            if user in seen or user.op == "output" or user.meta["phase"] is Phase.UPDATE:
+            waits = user.target is _AFTER and user.all_input_nodes[0] not in seen
+            if user in seen or waits or user.op == "output" or user.meta["phase"] is Phase.UPDATE:
                 continue
             if user.target not in _WAY and "move" not in user.meta and user.target is not _WAIT_TENSOR:
                 return False

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import zoo
 from gpt2_steps import captured, gpt2, llama, spread
 from training import assert_parity, compiled, train
 
@@ -68,7 +69,7 @@ def test_few_gradients_are_whole(monkeypatch, strategy, precision, name):
     assert most_whole(spread(step(name, precision), strategy)) <= limit + 3 * LARGEST < 0.6 * unbounded
 
 
-@pytest.mark.parametrize("strategy", ["tp=2,sequence_parallel=true", "tp=2,fsdp=4,sequence_parallel=true"])
+@pytest.mark.parametrize("strategy", ["tp=2,sequence_parallel=true", "tp=2,fsdp=4,sequence_parallel=true", "tp=2,sequence_parallel=true,remat=blocks"])
 def test_gathered_factors_do_not_wait_for_their_products(monkeypatch, strategy):
     """Megatron's sequence parallelism: the gradient of every row-parallel layer's output is gathered, for its input's gradient and its weight's."""
     monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 1)
@@ -92,6 +93,33 @@ def test_what_the_loop_gets_stays(monkeypatch, strategy):
     monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 1)
     losses = train(waiting, batches)
     assert sum(node.target is WAIT_FOR for program in waiting.programs for node in program.graph.graph.nodes) > 2 * LAYERS
+    assert_parity(plain, waiting, expected, losses)
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(4))
+        self.head = torch.nn.Linear(64, 8)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return zoo.Output(torch.nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels), None)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=4,zero=2,remat=blocks"])
+def test_gradients_of_convolutions(monkeypatch, strategy):
+    """They are one of several results of their operator."""
+    monkeypatch.setattr(release, "IN_FLIGHT_BYTES", 1)
+    torch.manual_seed(0)
+    plain = Convolutions()
+    batches = [dict(x=torch.randn(8, 64, 6, 6), labels=torch.randint(8, (8,))) for _ in range(3)]
+    waiting = compiled(copy.deepcopy(plain), strategy)
+    expected, losses = train(plain, batches), train(waiting, batches)
+    (program,) = waiting.programs
+    waits = [node for node in program.graph.graph.nodes if node.target is WAIT_FOR]
+    assert len(waits) >= 2, "the backward of a convolution waits for gradients behind it"
     assert_parity(plain, waiting, expected, losses)
 
 
