@@ -311,7 +311,7 @@ def _choose_strategy(
             request = dataclasses.replace(request, pins={**request.pins, "precision": precision})
         is_asked = strategy is not None
         searches = count > 1 or (is_asked and default_platform() != "cpu")  # one device has rematerialisation and its host to choose
-        return first_strategy(request), Choice(request, is_asked=is_asked) if searches else None
+        return (first_strategy(request), Choice(request, is_asked=is_asked)) if searches else (Strategy(**request.pins), None)
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     if precision is not None:

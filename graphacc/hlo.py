@@ -50,6 +50,7 @@ class Support:
     """What a step needs of the runtime, which lowers it."""
 
     constrain: Callable[[Key, jax.Array], jax.Array]  # gives the value of a link its layout
+    gather: Callable[[Input, jax.Array], jax.Array]  # an input as forward and backward read it: without the layout of ZeRO
     draw: Callable[[Draw, jax.Array], jax.Array]  # random numbers from the key
     call: Callable[[WholeCall, Sequence[jax.Array]], Sequence[jax.Array]]  # the results, from one array per `Operand`
 

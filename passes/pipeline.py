@@ -139,16 +139,19 @@ def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Shard], batch_
     """The partition along `tp`, with sequence parallelism if the strategy asks for it."""
 
     def decide(step: StepGraph) -> AxisPlan:
-        resolve = _sequence_split(step, strategy, batch_dims)
-        layouts = tensor_parallel_layouts(
-            step, _with_replicas(step, splits), resolve, num_ranks=strategy.tp, sequence_parallel=strategy.sequence_parallel
-        )
-        return assign(
-            step, TP, strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins
-        )
+        return tensor_parallel_plan(step, strategy, splits, batch_dims)
 
     key = strategy.sequence_parallel, tuple(splits.items()), tuple(batch_dims.items())
     return axis_pass(TP, strategy.tp, decide, key=key)
+
+
+def tensor_parallel_plan(step: StepGraph, strategy: Strategy, splits: Mapping[str, Shard], batch_dims: Mapping[str, int | None]) -> AxisPlan:
+    """What the partition along `tp` decides."""
+    resolve = _sequence_split(step, strategy, batch_dims)
+    layouts = tensor_parallel_layouts(
+        step, _with_replicas(step, splits), resolve, num_ranks=strategy.tp, sequence_parallel=strategy.sequence_parallel
+    )
+    return assign(step, TP, strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins)
 
 
 def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False) -> Pass:

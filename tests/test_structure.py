@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "loop": {"collector", "errors", "_compat", "graph", "hlo", "ops", "capture", "costs", "optim", "passes", "runtime", "search", "strategy"},
     "api": {"_compat", "costs", "errors", "loop", "runtime", "search", "strategy"},
     "checkpoints": {"errors", "graph", "loop", "runtime"},
-    "report": {"errors", "cache", "graph", "strategy", "runtime", "loop", "passes", "passes.memory", "search"},
+    "report": {"errors", "cache", "graph", "hlo", "strategy", "runtime", "loop", "passes", "passes.memory", "search"},
     "distributed": {"runtime"},
     "doctor": {"", "_compat", "cache", "capture", "costs", "errors", "kernels"},
     "plan_command": {"errors", "report", "search"},

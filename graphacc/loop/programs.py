@@ -21,12 +21,13 @@ from graphacc.costs.work import flops_by_dtype
 from graphacc.graph import Input, Kind, MeshShard, Output, Phase, StepGraph, local_shape
 from graphacc.hlo import HloStep
 from graphacc.loop.build import Step
+from graphacc.loop.by_spmd import spmd_step
 from graphacc.loop.description import describe, label
 from graphacc.loop.identity import Identity
 from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.offload import Offload
 from graphacc.passes.experts import check_pins, find_experts
-from graphacc.passes.hlo.shardings import with_layouts
+from graphacc.passes.hlo.shardings import check_axes, with_layouts
 from graphacc.passes.partition import PartitionReport
 from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import forced_notes, without_graphs
@@ -525,7 +526,11 @@ class Programs:
     def _spread(self, graph: Step, dims: Mapping[str, int | None], *, streams: bool, whole_sequences: bool) -> tuple[Step, tuple[PassReport, ...]]:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
+            check_axes(self.strategy)
             return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations), ()
+        if self.strategy.tp_by == "spmd":
+            marked, reports = spmd_step(graph, self.strategy, splits=self.splits_of(graph), batch_dims=dims, without=self.without)
+            return marked, tuple(without_graphs(report) for report in reports)
         return self._passed(graph, dims, streams=streams, whole_sequences=whole_sequences)
 
     def _passed(

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from graphacc.kernels.library import register_xla_target
+from graphacc.lowering.partitioned import is_partitioned
 
 _WITH_GRADIENT = (
     "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d "
@@ -28,12 +29,14 @@ FENCE = "gacc_fence"
 
 def computed_once(x: jax.Array) -> jax.Array:
     """`x`, behind a fence."""
+    if is_partitioned():
+        return lax.optimization_barrier(x)
     return lax.platform_dependent(x, cpu=_fenced, default=lax.optimization_barrier) if x.size else x
 
 
 def read_often(x: jax.Array) -> jax.Array:
     """`x` for an operator of `REREADING`: behind a fence on the CPU; other platforms weigh what a fusion computes again."""
-    return lax.platform_dependent(x, cpu=_fenced, default=lambda x: x) if x.size else x
+    return lax.platform_dependent(x, cpu=_fenced, default=lambda x: x) if x.size and not is_partitioned() else x
 
 
 def multiplied_often(x: jax.Array) -> jax.Array:

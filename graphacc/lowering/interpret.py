@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,13 @@ from graphacc.graph import StepGraph
 from graphacc.lowering import row_sums
 from graphacc.lowering.dtypes import from_torch, to_jax, to_torch
 from graphacc.lowering.fence import REREADING, read_often
+from graphacc.lowering.partitioned import is_partitioned
 from graphacc.lowering.registry import Context, find, reason
 from graphacc.lowering.settled import compared_with_themselves, settled
 from graphacc.ops.chunked import body_of
+
+Run = Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any]
+"""(a call, the values of the nodes before it) -> its value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +100,13 @@ def lower(step: StepGraph) -> Callable[..., tuple[jax.Array, ...]]:
     return run
 
 
-def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
-    """Run the rules of a graph's nodes on arrays for its placeholders; the result has the structure of its output."""
-    sums = row_sums.find(graph)
+def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array], run: Run | None = None) -> object:
+    """Run the rules of a graph's nodes on arrays for its placeholders; the result has the structure of its output.
+
+    Args:
+        run: gives the value of a call in the place of `run_node`.
+    """
+    sums, run = {} if is_partitioned() else row_sums.find(graph), run or run_node
     last_use, compared = _last_uses(graph, sums), compared_with_themselves(graph)
     inputs = iter(arrays)
     env: dict[torch.fx.Node, object] = {}
@@ -116,8 +125,7 @@ def run_graph(graph: torch.fx.Graph, arrays: Sequence[jax.Array]) -> object:
         else:
             if str(node.target) in REREADING:
                 _fence_operands(node, env, fenced)
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            value = _run_node(node, args, kwargs)
+            value = run(node, env)
             env[node] = settled(value) if node in compared else value
         for dead in last_use.get(node, ()):
             del env[dead]
@@ -144,7 +152,11 @@ def _last_uses(graph: torch.fx.Graph, sums: Mapping[torch.fx.Node, row_sums.RowS
     return last
 
 
-def _run_node(node: torch.fx.Node, args: tuple, kwargs: dict) -> object:
+def run_node(node: torch.fx.Node, env: Mapping[torch.fx.Node, Any]) -> object:
+    """The value of a call, by its rule, from those of the nodes that it reads."""
+    args: Any
+    kwargs: Any
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if node.target is operator.getitem:
         return args[0][args[1]]
     val = node.meta.get("val")  # an operator without a result has none

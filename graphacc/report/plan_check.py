@@ -4,10 +4,13 @@ import collections
 import dataclasses
 
 from graphacc.errors import StrategyError
+from graphacc.hlo import HloStep
+from graphacc.loop.by_spmd import spmd_step
 from graphacc.report.communication import read_collectives
 from graphacc.runtime import Program, make_mesh, select_devices
 from graphacc.runtime.absent import absent_mesh
 from graphacc.search import Plan, Search
+from graphacc.strategy import Strategy
 
 _OF_MOVES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "permute": "collective-permute"}
 
@@ -37,6 +40,12 @@ class PlanCheck:
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.1f} s"])
 
 
+def _by_spmd(search: Search, strategy: Strategy) -> HloStep:
+    step, splits = search.step_of(strategy).copy(), search.splits_of(strategy)
+    assert splits is not None, f"{strategy} has no tp"
+    return spmd_step(step, strategy, splits=splits, batch_dims=search.dims_of(step))[0]
+
+
 def check_plan(search: Search, plan: Plan) -> PlanCheck:
     """Compile the whole step under a plan's strategy: for its hardware if XLA can without it (H100 and H200), or for virtual CPU devices.
 
@@ -52,7 +61,7 @@ def check_plan(search: Search, plan: Plan) -> PlanCheck:
     else:
         mesh = absent_mesh(strategy, hardware.chip.name, hardware.levels[0].size if hardware.levels else strategy.num_devices)
     step = search.program_of(strategy)
-    program = Program.build(step, mesh, cache_dir=None, memory_plan="xla")
+    program = Program.build(_by_spmd(search, strategy) if strategy.tp_by == "spmd" else step, mesh, cache_dir=None, memory_plan="xla")
     memory, estimate = program.memory, plan.estimate
     planned, compiled = collections.Counter(), collections.Counter()
     for node in step.graph.nodes:

@@ -30,6 +30,7 @@ from graphacc.graph import Kind
 from graphacc.hlo import HloStep, Operand, WholeCall
 from graphacc.lowering.dtypes import cast, to_jax, wide
 from graphacc.lowering.interpret import run_graph
+from graphacc.lowering.partitioned import partitioned_by_xla
 from graphacc.lowering.registry import find
 from graphacc.strategy.axes import TP
 
@@ -161,7 +162,8 @@ def _attention(whole: WholeCall, arguments: list, places: _Places) -> list[jax.A
         own = given | arrays
         if given["dropout"]:
             own["start"] = _start(own, batch, heads, places)
-        results = list(rule(None, *(own[name] for name in names)))
+        with partitioned_by_xla(False):
+            results = list(rule(None, *(own[name] for name in names)))
         if given.get("bias_grad"):
             results[3] = _summed(results[3], specs["bias"], batch, heads)
         return results

@@ -1,11 +1,12 @@
 """An HloStep as a function on global arrays, laid out for XLA's SPMD partitioner.
 
 A `Program` is built from an HloStep as it is from a StepGraph; what differs is this function. Nothing is manual: the layouts of
-inputs, outputs and links are given, and XLA partitions what is between. A parameter that ZeRO-3 splits along ``fsdp`` is gathered
-where the step begins, so that the partitioner does not choose to split a product's contracted dim instead, and every gradient
+inputs, outputs and links are given, and XLA partitions what is between. A parameter that ZeRO-3 splits along ``fsdp`` is gathered for
+forward and backward, so that the partitioner does not choose to split a product's contracted dim instead, and every gradient
 is brought to its layout as soon as it is there.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from graphacc.graph import Input, Kind, Output
 from graphacc.hlo import Draw, HloStep, Key, Support, key_of
+from graphacc.lowering.partitioned import partitioned_by_xla
 from graphacc.lowering.registry import find
 from graphacc.runtime.hlo_calls import caller
 from graphacc.runtime.layout import dtype_of, partition_spec, sharding
@@ -26,11 +28,16 @@ def spmd_function(step: HloStep, mesh: Mesh) -> Callable[..., tuple[jax.Array, .
     def constrain(key: Key, value: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(value.astype(dtype_of(links[key])), sharding(links[key], mesh)) if mesh.size > 1 else value
 
-    support = Support(constrain=constrain, draw=_draw, call=caller(step, mesh))
+    shards = {key_of(item): item.shards for item in step.inputs}
+
+    def gather(item: Input, value: jax.Array) -> jax.Array:
+        return _gathered(value, dataclasses.replace(item, shards=shards.get(key_of(item), ())), mesh)
+
+    support = Support(constrain=constrain, gather=gather, draw=_draw, call=caller(step, mesh))
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        whole = [_gathered(array, item, mesh) for array, item in zip(arrays, step.inputs, strict=True)]
-        results = step.function(whole, support)
+        with partitioned_by_xla(mesh.size > 1):
+            results = step.function(arrays, support)
         return tuple(_checked(value, out) for value, out in zip(results, step.outputs, strict=True))
 
     return function
@@ -41,7 +48,7 @@ def _draw(draw: Draw, key: jax.Array) -> jax.Array:
 
 
 def _gathered(array: jax.Array, item: Input, mesh: Mesh) -> jax.Array:
-    """A parameter with its annotated layout alone; state is updated where it lies."""
+    """A parameter with its annotated layout alone."""
     if item.kind is not Kind.PARAM or not any(shard.axis == FSDP for shard in item.shards):
         return array
     kept = Output(

@@ -33,6 +33,7 @@ from graphacc.graph import Kind, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.experts import find_experts
 from graphacc.passes.microbatches import Inseparable, in_microbatches
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
@@ -495,8 +496,9 @@ class Search:
         unknown = "the optimizer is not known yet: AdamW's state is assumed", self.update is None
         unknown_host = self.hardware.host_update_seconds(gradient_bytes=1.0, parameter_bytes=1.0, update_bytes=1.0) is None
         on_host = f"offload: what the update on the host takes is not known of {self.hardware.chip.name}, and not in the seconds", strategy.offload is not None and unknown_host
+        by_xla = "tp_by='spmd': seconds and bytes are those of GraphAcc's passes, and XLA's partitioner makes other collectives; --check xla compiles what it makes", strategy.tp_by == "spmd"
         refused = [f"{other} was left out, as the passes refuse it: {reason}" for other, _ in ranked if isinstance(reason := self._exact.get(other), str)]
-        return (*(text for text, holds in (unknown, on_host) if holds), *refused)
+        return (*(text for text, holds in (unknown, on_host, by_xla) if holds), *refused)
 
     # ---- programs of one device
 
@@ -564,8 +566,12 @@ class Search:
         Raises:
             StrategyError, GraphError: the passes refuse the strategy.
         """
+        return self._local(self.step_of(strategy), strategy)
+
+    def step_of(self, strategy: Strategy) -> StepGraph:
+        """The captured step: with the update where that is known and in the same program."""
         update, joint = self._update_in(strategy), self._joint_of(strategy)
-        return self._local(joint if update is None else stitch(joint, update), strategy)
+        return joint if update is None else stitch(joint, update)
 
     def segments_of(self, strategy: Strategy) -> list[Segment]:
         """The programs of forward and backward of one microbatch, of all stages of a pipeline.
@@ -596,15 +602,21 @@ class Search:
         return None if self.accumulates or strategy.microbatches > 1 or strategy.offload is not None else self.update
 
     def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
-        splits = None
-        if strategy.tp > 1:
-            if strategy.tp not in self._splits:
-                self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, TP)).splits
-            splits = self._splits[strategy.tp]
-        dims = {item.target: self.batch_dims.get(item.target) for item in step.inputs if item.kind is Kind.BATCH}  # code on gradients has inputs of its own
-        passes = build_pipeline(step, strategy, batch_dims=dims, splits=splits, experts=self._experts)
+        passes = build_pipeline(step, strategy, batch_dims=self.dims_of(step), splits=self.splits_of(strategy), experts=self._experts)
         with collector.paused():
             return run_passes(step.copy(), passes)[0]
+
+    def splits_of(self, strategy: Strategy) -> Mapping[str, Shard] | None:
+        """The splits of parameters along `tp`; None without the axis."""
+        if strategy.tp == 1:
+            return None
+        if strategy.tp not in self._splits:
+            self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, TP)).splits
+        return self._splits[strategy.tp]
+
+    def dims_of(self, step: StepGraph) -> dict[str, int | None]:
+        """Target of every BATCH input -> the dim that is split over the data axes; code on gradients has inputs of its own."""
+        return {item.target: self.batch_dims.get(item.target) for item in step.inputs if item.kind is Kind.BATCH}
 
     def _with_gradients(self, estimate: Estimate, strategy: Strategy) -> Estimate:
         """With the gradients that stay between programs, where any do."""

@@ -24,6 +24,9 @@ OFFLOADS = (None, OPTIMIZER)
 CONTEXTS = ("ulysses", "ring")
 """How attention crosses the `cp` axis."""
 
+PARTITIONERS = ("passes", "spmd")
+"""Who splits a step along `tp`: GraphAcc's passes, or XLA's SPMD partitioner, to which the same marks are handed with the whole step."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -34,6 +37,7 @@ class Strategy:
     zero: int | None = None  # ZeRO stage on `fsdp`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3
     tp: int = 1  # tensor parallelism
     sequence_parallel: bool = False  # along tp: activations between blocks are split along the sequence
+    tp_by: str = "passes"  # who partitions along tp: GraphAcc's "passes", with explicit collectives, or "spmd": XLA's SPMD partitioner, which gets the marks of parameters and sequences and partitions the whole step, dp and fsdp too
     pp: int = 1  # pipeline stages
     cp: int = 1  # context parallelism: the sequence is split, through attention too
     context: str = "ulysses"  # how attention crosses cp: "ulysses" (all-to-all of heads) or "ring"
@@ -77,6 +81,7 @@ class Strategy:
             raise StrategyError("context='ring' needs contiguous blocks of the sequence, which sequence_parallel interleaves: use context='ulysses', or leave sequence_parallel out")
         if self.sequence_parallel and self.tp == 1:
             raise StrategyError("sequence_parallel splits activations over the tp axis, which has size 1: set tp, or leave it False")
+        self._check_partitioner()
         if self.schedule not in SCHEDULES:
             raise StrategyError(f"schedule={self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
         if self.pp == 1 and (self.chunks, self.stages, self.schedule) != (1, (), "1f1b"):
@@ -106,6 +111,22 @@ class Strategy:
         self._check_offload()
         if self.zero is not None and self.fsdp == 1:
             raise StrategyError(f"zero={self.zero} shards over the fsdp axis, which has size 1: set fsdp to the number of ranks, or leave zero unset")
+
+    def _check_partitioner(self) -> None:
+        if self.tp_by not in PARTITIONERS:
+            raise StrategyError(f"tp_by={self.tp_by!r} is unknown: choose one of {', '.join(PARTITIONERS)}")
+        if self.tp_by == "passes":
+            return
+        if self.tp == 1:
+            raise StrategyError(f"tp_by={self.tp_by!r} says who partitions along the tp axis, which has size 1: set tp, or leave tp_by out")
+        rewriting = ("pp", "cp", "ep", "capacity_factor", "bucket_mb", "prefetch", "quantized_weights", "quantized_gradients", "hpz", "loss_chunks", "offload", "reduce_dtype")
+        asked = [field.name for field in dataclasses.fields(self) if field.name in rewriting and getattr(self, field.name) != field.default]
+        asked += ["remat='auto'"] * (self.remat == "auto")
+        if asked:
+            raise StrategyError(
+                f"tp_by={self.tp_by!r} hands the whole step to XLA's partitioner, which makes its own collectives, and {', '.join(asked)} need{'s' * (len(asked) == 1)} "
+                "the program of one device: leave them out, or leave tp_by out"
+            )
 
     def _check_quantization(self) -> None:
         _check_count("hpz", self.hpz)
@@ -292,7 +313,7 @@ def field_text(value: object) -> str:
 def _parse_value(name: str, text: str, part: str, value: str) -> object:
     if name in ("capacity_factor", "bucket_mb", "memory_gb"):
         return _parse_float(text, part, value)
-    if name in ("precision", "reduce_dtype", "schedule", "context", "offload"):
+    if name in ("precision", "reduce_dtype", "schedule", "context", "offload", "tp_by"):
         return None if (name, value) == ("offload", "none") else value
     if name == "remat":
         return _remat(value)

@@ -31,16 +31,16 @@ def with_layouts(step: HloStep, strategy: Strategy, *, batch_dims: Mapping[str, 
         annotations: first name of a parameter -> what each dim is split over, as `pinned_parameters` checked it.
 
     Raises:
-        StrategyError: the strategy has axes that HLO programs cannot follow, or `batch_dims` does not fit the signature.
+        StrategyError: `batch_dims` does not fit the signature.
     """
-    check_axes(strategy)
     check_batch(step, batch_dims)
     layout = _Layout(step, strategy, batch_dims, annotations)
 
     def placed(items):
         return tuple(dataclasses.replace(item, shards=layout.shards(item)) for item in items)
 
-    return dataclasses.replace(step, inputs=placed(step.inputs), outputs=placed(step.outputs), links=placed(step.links))
+    links = tuple(dataclasses.replace(item, shards=layout.of_link(item)) for item in step.links)
+    return dataclasses.replace(step, inputs=placed(step.inputs), outputs=placed(step.outputs), links=links)
 
 
 def check_axes(strategy: Strategy) -> None:
@@ -96,6 +96,10 @@ class _Layout:
         if item.kind in _FROM_STAGE:
             return self._state(item)
         return ()
+
+    def of_link(self, gradient: Output) -> tuple[MeshShard, ...]:
+        """A gradient inside of a step lies like the state that it updates: there ZeRO-1 and 2 are the same."""
+        return self._state(Output(kind=Kind.STATE, target=f"{gradient.target}/", shape=gradient.shape, dtype=gradient.dtype))
 
     def _data(self, target: str, dim: int) -> tuple[MeshShard, ...]:
         axes = [axis for axis in AXES if axis in self.axes[target]]

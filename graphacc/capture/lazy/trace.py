@@ -80,8 +80,11 @@ def _signed(
     unchanged = {i for i, parameter in module.passed_through.items() if _is_slot(results[i], inputs, feeds[parameter])}
     kept = [i for i in range(len(results)) if i not in unchanged]
 
+    updates = any(kind is Kind.PARAM for kind, _, _ in results)  # what is updated stays where it lies
+
     def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
-        given = [support.draw(feed, arrays[key]) if isinstance(feed, Draw) else arrays[feed] for feed in feeds]
+        read = list(arrays) if updates else [support.gather(item, array) for item, array in zip(inputs, arrays, strict=True)]
+        given = [support.draw(feed, arrays[key]) if isinstance(feed, Draw) else read[feed] for feed in feeds]
         made = module.call(given, lambda number, operands: support.call(calls[number], operands))
         return [made[i] for i in kept]
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from graphacc._compat import jax_ as compat
 from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.partitioned import is_partitioned
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules import cpu_grouped_conv
 from graphacc.lowering.rules.matmul import precision
@@ -54,7 +55,7 @@ def _transpose_kernel(weight, groups):
 
 def _in_groups(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> cpu_grouped_conv.GroupedConvolution | None:
     """How the CPU computes this convolution by itself; None where XLA does."""
-    if not cpu_grouped_conv.takes(x, weight, groups):
+    if is_partitioned() or not cpu_grouped_conv.takes(x, weight, groups):
         return None
     sizes = [tuple(_spread(values, x.ndim - 2)) for values in (stride, padding, dilation)]
     return cpu_grouped_conv.GroupedConvolution(groups=groups, stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=transposed)

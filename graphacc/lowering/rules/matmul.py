@@ -15,6 +15,7 @@ from jax import lax
 from graphacc._compat import jax_ as compat
 from graphacc.lowering.dtypes import cast, wide
 from graphacc.lowering.extremes import largest
+from graphacc.lowering.partitioned import is_partitioned
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules import cpu_products
 from graphacc.ops.facts import ALIGNED, is_packed_factor, is_read_transposed, padding_of_rows
@@ -115,6 +116,8 @@ def _product(a, b, nodes, out_dtype=None, *, packed=False):
             return [in_pieces(a, b, dtype)]
         return [_matmul(_packed(platform, nodes, a) if packed else a, b, out_dtype)]
 
+    if is_partitioned():
+        return _matmul(a, b, out_dtype)
     transposed = [cpu_products.is_transposed_view(node) for node in nodes]
     dtype = np.dtype(a.dtype if out_dtype is None else out_dtype)
     result = jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[-1]), dtype)
@@ -250,14 +253,14 @@ def grouped_dot(x, weight, ends, weight_node=None):
     """
 
     def on(platform, x, weight, ends):
-        if platform == "cpu" and cpu_products.takes_groups(x, weight):
+        if platform == "cpu" and own and cpu_products.takes_groups(x, weight):
             return [cpu_products.grouped(x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
-        if platform == "cuda" and (kernels := _kernels_of_groups(x, weight, ends.size)):
+        if platform == "cuda" and own and (kernels := _kernels_of_groups(x, weight, ends.size)):
             return [kernels[0](x, weight, ends, transposed=cpu_products.is_transposed_view(weight_node))]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         return [cast(lax.ragged_dot(x, weight, sizes, precision=precision(), preferred_element_type=wide(x.dtype)), x.dtype)]
 
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[2]), x.dtype)
+    own, result = not is_partitioned(), jax.ShapeDtypeStruct((x.shape[0], weight.shape[2]), x.dtype)
     return compat.lowered_for_platform(on, [result], x, weight, ends.astype(np.int32))[0]
 
 
@@ -265,10 +268,10 @@ def grouped_outer(x, grad, ends, node=None):
     """The weight gradient of `grouped_dot`: [S, K], [S, N] -> [G, K, N]. `node` is the result's, if it has one: see `is_read_transposed`."""
 
     def on(platform, x, grad, ends):
-        if platform == "cpu" and cpu_products.takes_groups(x, grad):
+        if platform == "cpu" and own and cpu_products.takes_groups(x, grad):
             swapped = is_read_transposed(node)
             return [cpu_products.grouped_outer(grad, x, ends).mT if swapped else cpu_products.grouped_outer(x, grad, ends)]
-        if platform == "cuda" and (kernels := _kernels_of_groups(x, grad, ends.size)):
+        if platform == "cuda" and own and (kernels := _kernels_of_groups(x, grad, ends.size)):
             return [kernels[1](grad, x, ends).mT if is_read_transposed(node) else kernels[1](x, grad, ends)]
         sizes = jnp.diff(ends, prepend=np.zeros(1, np.int32))
         dims = lax.RaggedDotDimensionNumbers(
@@ -277,7 +280,7 @@ def grouped_outer(x, grad, ends, node=None):
         product = lax.ragged_dot_general(x, grad, sizes, dims, precision=precision(), preferred_element_type=wide(x.dtype))
         return [cast(product, x.dtype)]
 
-    result = jax.ShapeDtypeStruct((ends.shape[0], x.shape[1], grad.shape[1]), x.dtype)
+    own, result = not is_partitioned(), jax.ShapeDtypeStruct((ends.shape[0], x.shape[1], grad.shape[1]), x.dtype)
     return compat.lowered_for_platform(on, [result], x, grad, ends.astype(np.int32))[0]
 
 
