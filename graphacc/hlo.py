@@ -6,15 +6,21 @@ said by the shards of its inputs, outputs and links, and XLA's SPMD partitioner 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import torch
 
+from graphacc._compat.jax_ import HloModule
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, stands_for
 
 Key = tuple[Kind, str]
+DTYPES = {
+    "i1": torch.bool, "ui8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "ui32": torch.uint32, "ui64": torch.uint64,
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "complex<f32>": torch.complex64, "complex<f64>": torch.complex128,
+}  # fmt: skip
+"""Element types of HLO."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +59,22 @@ class Support:
     gather: Callable[[Input, jax.Array], jax.Array]  # an input as forward and backward read it: without the layout of ZeRO
     draw: Callable[[Draw, jax.Array], jax.Array]  # random numbers from the key
     call: Callable[[WholeCall, Sequence[jax.Array]], Sequence[jax.Array]]  # the results, from one array per `Operand`
+    marks: "Mapping[Captured, Mapping[int, str]]"  # values of a module, by number, and how they are split: the text of a spec (",tp")
 
 
 Function = Callable[[Sequence[jax.Array], Support], Sequence[jax.Array]]
 """(one array per input, support) -> one array per output."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Captured:
+    """One captured module, and what it takes and gives."""
+
+    module: HloModule
+    inputs: tuple[Input, ...]
+    feeds: tuple[int | Draw, ...]  # what each parameter of the module takes: the input of that index, or random numbers
+    results: tuple[Kind, ...]  # of all that it gives
+    calls: tuple[WholeCall, ...]  # by number
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,6 +88,8 @@ class HloStep:
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # target of a BUFFER input -> its fixed value
     links: tuple[Output, ...] = ()  # gradients that one part gives and the next takes
     calls: tuple[WholeCall, ...] = ()  # the operators that are whole in it
+    captured: tuple[Captured, ...] = ()  # the modules that its function calls
+    marks: Mapping[Captured, Mapping[int, str]] = dataclasses.field(default_factory=dict)  # see `Support`
 
     def donations(self) -> dict[int, int]:
         """Output index -> index of the input that it replaces (same kind and target)."""
@@ -112,6 +132,7 @@ def joined(first: HloStep, second: HloStep) -> HloStep:
         constants=first.constants | second.constants,
         links=(*first.links, *links, *second.links),
         calls=(*first.calls, *second.calls),
+        captured=(*first.captured, *second.captured),
     )
 
 

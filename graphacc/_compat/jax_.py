@@ -581,6 +581,24 @@ def persistent_cache(store):
 # --- captured HLO (graphacc/capture/lazy) --------------------------------------------------------------------------------
 
 
+def _ir() -> typing.Any:
+    """MLIR's Python classes."""
+    from jax._src.lib.mlir import ir
+
+    return ir
+
+
+@dataclasses.dataclass(frozen=True)
+class HloOperation:
+    """One operation of the main function of an `HloModule`. Values are numbered: its parameters, then all results in the program's order."""
+
+    name: str  # "dot_general"
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    types: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and element type ("f32", "i1") of each result; None: no tensor
+    told: dict[str, typing.Any]  # its attributes: a list of integers or of names, an integer, a name; others as their text
+
+
 @dataclasses.dataclass(frozen=True)
 class HloModule:
     """An HLO module that a JAX function can call; its result is a tuple of arrays."""
@@ -608,7 +626,7 @@ class HloModule:
     def passed_through(self) -> dict[int, int]:
         """Index of a result that is a parameter, unchanged -> index of that parameter."""
         from jax._src.interpreters import mlir
-        from jax._src.lib.mlir import ir
+        ir = _ir()
 
         with mlir.make_ir_context():
             module = ir.Module.parse(self.stablehlo)
@@ -620,11 +638,46 @@ class HloModule:
     def whole_calls(self) -> list[int]:
         """The numbers of the custom calls to `WHOLE_CALL`, in the program's order."""
         from jax._src.interpreters import mlir
-        from jax._src.lib.mlir import ir
+        ir = _ir()
 
         with mlir.make_ir_context():
             module = ir.Module.parse(self.stablehlo)
             return [number for main in module.body.operations for _, number in _whole_calls(main)]
+
+    @functools.cached_property
+    def operations(self) -> list[HloOperation]:
+        """The main function; the last operation is "return"."""
+        from jax._src.interpreters import mlir
+        ir = _ir()
+
+        with mlir.make_ir_context():
+            block = _main(ir.Module.parse(self.stablehlo))
+            numbers = {argument: number for number, argument in enumerate(block.arguments)}
+            found = []
+            for operation in block.operations:
+                operands = tuple(numbers[operand] for operand in operation.operands)
+                results = tuple(numbers.setdefault(result, len(numbers)) for result in operation.results)
+                name = operation.operation.name.rpartition(".")[2]
+                found.append(HloOperation(name, operands, results, tuple(_tensor_type(result.type) for result in operation.results), _told(operation)))
+            return found
+
+    def with_calls(self, values: Mapping[int, int]) -> "HloModule":
+        """The same module in which values go through a custom call to `WHOLE_CALL` each: the value's number -> the call's number."""
+        from jax._src.interpreters import mlir
+        ir = _ir()
+
+        with mlir.make_ir_context():
+            module = ir.Module.parse(self.stablehlo)
+            block = _main(module)
+            numbered = [*block.arguments, *(result for operation in block.operations for result in operation.results)]
+            following = {operation: after for operation, after in zip(block.operations, list(block.operations)[1:])}
+            for value, number in values.items():
+                made, first = numbered[value], isinstance(numbered[value].owner, ir.Block)
+                attributes: typing.Any = {"call_target_name": ir.StringAttr.get(WHOLE_CALL), "backend_config": ir.StringAttr.get(str(number))}
+                with ir.InsertionPoint(block.operations[0] if first else following[made.owner.opview]), ir.Location.unknown():
+                    call = ir.Operation.create("stablehlo.custom_call", results=[made.type], operands=[made], attributes=attributes)
+                made.replace_all_uses_except(call.results[0], call)
+            return dataclasses.replace(self, stablehlo=mlir.module_to_bytecode(module))
 
     def call(self, arrays, expand) -> list[jax.Array]:
         """The results for one array per parameter, inside a function that JAX traces; arrays are cast to the parameters' dtypes.
@@ -640,9 +693,46 @@ WHOLE_CALL = "graphacc.whole_call"
 """Target of a custom call that a captured module makes in the place of something else; its backend_config is a number."""
 
 
+def _main(module):
+    """The block of a module's main function."""
+    ir = _ir()
+
+    return ir.SymbolTable(module.operation)["main"].regions[0].blocks[0]
+
+
+def _tensor_type(kind) -> tuple[tuple[int, ...], str] | None:
+    ir = _ir()
+
+    if not isinstance(kind, ir.RankedTensorType):
+        return None
+    return tuple(kind.shape), str(kind.element_type)
+
+
+def _told(operation) -> dict[str, typing.Any]:
+    ir = _ir()
+    from jax._src.lib.mlir.dialects import hlo
+
+    dimensions = {
+        "dot_dimension_numbers": (hlo.DotDimensionNumbers, ("lhs_batching_dimensions", "rhs_batching_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")),
+        "dimension_numbers": (hlo.GatherDimensionNumbers, ("offset_dims", "collapsed_slice_dims", "start_index_map", "index_vector_dim")),
+    }
+    found: dict[str, typing.Any] = {}
+    for name, attribute in operation.operation.attributes.items():
+        if isinstance(attribute, ir.DenseI64ArrayAttr):
+            found[name] = list(attribute)
+        elif isinstance(attribute, (ir.IntegerAttr, ir.StringAttr)):
+            found[name] = attribute.value
+        elif name in dimensions and dimensions[name][0].isinstance(attribute):
+            numbers = dimensions[name][0](attribute)
+            found |= {part: value if isinstance(value, int) else list(value) for part in dimensions[name][1] if (value := getattr(numbers, part)) is not None}
+    if operation.regions and operation.operation.name == "stablehlo.reduce":
+        found["reduces_by"] = [inner.operation.name.rpartition(".")[2] for inner in operation.regions[0].blocks[0].operations]
+    return found
+
+
 def _whole_calls(function) -> list:
     """(operation, number) of every custom call to `WHOLE_CALL` in a function of a module."""
-    from jax._src.lib.mlir import ir
+    ir = _ir()
 
     found = [operation for operation in function.regions[0].blocks[0].operations if operation.operation.name == "stablehlo.custom_call"]
     found = [operation for operation in found if ir.StringAttr(operation.attributes["call_target_name"]).value == WHOLE_CALL]
@@ -657,7 +747,7 @@ def _abstract(shape) -> jax.ShapeDtypeStruct:
 def _call_hlo_primitive():
     """The primitive that stands for a call of an `HloModule`: lowering merges the module into the program that calls it."""
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    ir = _ir()
     from jax._src.lib.mlir.dialects import func
     from jax.extend.core import Primitive
 
@@ -683,7 +773,7 @@ def _call_hlo_primitive():
 def _expand(context, operation, function) -> None:
     """Put what JAX lowers `function` to, of the operands' arrays, in the place of a custom call."""
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    ir = _ir()
 
     avals = [_aval(operand.type) for operand in operation.operands]
     inside = context.replace(primitive=None, avals_in=avals, avals_out=None, tokens_in=mlir.TokenSet(), tokens_out=None, const_lowering={})
@@ -702,7 +792,7 @@ def _expand(context, operation, function) -> None:
 def _aval(kind) -> "jax.core.ShapedArray":
     """The shape and dtype of a value of an MLIR tensor type."""
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    ir = _ir()
 
     tensor = ir.RankedTensorType(kind)
     dtypes = map(np.dtype, (bool, *"bhilBHILefdFD", jax.dtypes.bfloat16))

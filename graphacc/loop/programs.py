@@ -27,6 +27,8 @@ from graphacc.loop.identity import Identity
 from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.offload import Offload
 from graphacc.passes.experts import check_pins, find_experts
+from graphacc.passes.hlo.marks import annotations_of, hlo_marks
+from graphacc.passes.hlo.operators import operators_of
 from graphacc.passes.hlo.shardings import check_axes, with_layouts
 from graphacc.passes.partition import PartitionReport
 from graphacc.passes.partition.placement import Shard
@@ -519,6 +521,18 @@ class Programs:
         compiled = self._build(kind, reason, graph, self.mesh, captured.seconds, passed.seconds, reports)
         return dataclasses.replace(compiled, flops=flops)
 
+    def _laid_out(self, step: HloStep, dims: Mapping[str, int | None]) -> HloStep:
+        """HLO with layouts and marks: those of the annotations, and along `tp` those that are found in it."""
+        annotations = dict(self.annotations)
+        if self.strategy.tp > 1:
+            operators = {captured: operators_of(captured) for captured in step.captured}
+            for each in operators.values():
+                self.splits_of(each.step)
+            annotations = annotations_of(self.splits.splits) | annotations
+            marks = {captured: hlo_marks(each, self.strategy, splits=self.splits.splits, batch_dims=dims) for captured, each in operators.items()}
+            step = dataclasses.replace(step, marks=marks)
+        return with_layouts(step, self.strategy, batch_dims=dims, annotations=annotations)
+
     def whole_sequences(self, kind: str) -> bool:
         """Whether a program of this kind runs for sequences that `cp` does not divide: an evaluation does, and all under a strategy that was searched."""
         return kind == "forward" or not self.cp_is_asked
@@ -527,7 +541,7 @@ class Programs:
         """The program of the mesh: a graph of one device's operators, or HLO with the layouts of its inputs and outputs."""
         if isinstance(graph, HloStep):
             check_axes(self.strategy)
-            return with_layouts(graph, self.strategy, batch_dims=dims, annotations=self.annotations), ()
+            return self._laid_out(graph, dims), ()
         if self.strategy.tp_by == "spmd":
             marked, reports = spmd_step(graph, self.strategy, splits=self.splits_of(graph), batch_dims=dims, without=self.without)
             return marked, tuple(without_graphs(report) for report in reports)

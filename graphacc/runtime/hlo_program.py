@@ -33,7 +33,7 @@ def spmd_function(step: HloStep, mesh: Mesh) -> Callable[..., tuple[jax.Array, .
     def gather(item: Input, value: jax.Array) -> jax.Array:
         return _gathered(value, dataclasses.replace(item, shards=shards.get(key_of(item), ())), mesh)
 
-    support = Support(constrain=constrain, gather=gather, draw=_draw, call=caller(step, mesh))
+    support = Support(constrain=constrain, gather=gather, draw=_draw, call=caller(step, mesh), marks=step.marks if mesh.size > 1 else {})
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with partitioned_by_xla(mesh.size > 1):

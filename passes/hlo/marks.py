@@ -1,4 +1,4 @@
-"""The marks of tensor and sequence parallelism on a graph that XLA partitions: what `graphacc.passes.partition` decides along `tp`, as shardings."""
+"""The marks of tensor and sequence parallelism on what XLA partitions, a graph or captured HLO: what `graphacc.passes.partition` decides along `tp`, as shardings."""
 
 from collections.abc import Mapping
 
@@ -11,6 +11,7 @@ from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.edit import Editor
 from graphacc.passes.experts import ATTACH_EXPERTS
+from graphacc.passes.hlo.operators import Operators
 from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, Role
 from graphacc.passes.partition.placement import Partial, Shard
@@ -50,18 +51,33 @@ def annotations_of(splits: Mapping[str, Shard]) -> dict[str, P]:
     return {name: P(*([None] * split.dim), TP) for name, split in splits.items() if not split.padding}
 
 
+def hlo_marks(operators: Operators, strategy: Strategy, *, splits: Mapping[str, Shard], batch_dims: Mapping[str, int | None]) -> dict[int, str]:
+    """The marks of sequences in captured HLO, where the strategy splits them: number of a value -> the text of its spec."""
+    if not strategy.sequence_parallel:
+        return {}
+    plan = tensor_parallel_plan(operators.step, strategy, splits, batch_dims)
+    return {operators.values[node.name]: spec for node, spec in _sequences(operators.step, plan).items() if node.name in operators.values}
+
+
 def _mark_sequences(step: StepGraph, plan: AxisPlan, log: Log) -> None:
-    """Mark what the plan sums up along `tp` and keeps split along the sequence."""
-    nodes = {node.name: node for node in step.graph.nodes}
     following = dict(zip(step.graph.nodes, list(step.graph.nodes)[1:]))
+    for node, spec in _sequences(step, plan).items():
+        mark = Editor(step.graph, following[node], like=node)(torch.ops.graphacc.mark_sharding.default, node, spec)
+        node.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
+        log.rewrote()
+
+
+def _sequences(step: StepGraph, plan: AxisPlan) -> dict[torch.fx.Node, str]:
+    """What the plan sums up along `tp` and keeps split along the sequence, and the texts of specs that say so."""
+    nodes = {node.name: node for node in step.graph.nodes}
+    found: dict[torch.fx.Node, str] = {}
     for move in plan.moves:
         if move.role is Role.ACTIVATION and isinstance(move.source, Partial) and isinstance(move.target, Shard):
             for node in _with_sequence(nodes[move.value], move.target, plan):
                 split = plan.placements[node.name] if node is not nodes[move.value] else move.target
                 assert isinstance(split, Shard), f"{node.name} is placed as {split}"
-                mark = Editor(step.graph, following[node], like=node)(torch.ops.graphacc.mark_sharding.default, node, "," * split.dim + TP)
-                node.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
-                log.rewrote()
+                found[node] = "," * split.dim + TP
+    return found
 
 
 def _with_sequence(node: torch.fx.Node, split: Shard, plan: AxisPlan) -> list[torch.fx.Node]:

@@ -1,7 +1,7 @@
 """Layouts of an HloStep: the shards of its inputs, outputs and links, from which XLA's SPMD partitioner makes the program.
 
 - the batch, and results that have its dim 0, are split along ``dp`` and ``fsdp``, as far as these divide it;
-- parameters that an annotation names are split along ``tp``, and with them their gradients and optimizer state;
+- parameters that an annotation names, or of which `graphacc.passes.hlo.marks` found it, are split along ``tp``, and with them their gradients and optimizer state;
 - ZeRO splits along ``fsdp`` what its stage names: 1 optimizer state, 2 gradients too, 3 parameters too.
 
 Every choice gives the same numbers. Unlike the manual partition of StepGraphs nothing is padded: a tensor of which no dim

@@ -99,6 +99,7 @@ def test_batch_norm_over_split_batches():
 def test_tensor_parallel_mlp_reduces_once_per_direction():
     """Column- and row-parallel products need no gather: one all-reduce forward and one backward per layer."""
     mlp = {pattern: spec for pattern, spec in LLAMA_TP.items() if pattern.split(".")[1] in ("gate_proj", "up_proj", "down_proj")}
+    mlp |= dict.fromkeys(("*.self_attn.*", "*embed_tokens*", "lm_head*"), P())  # whole, as the policy would split them, too
     model = check_parity("llama", "dp=2,tp=4", annotations=mlp, **OPTIONS)
     assert collectives(model) == {"all-reduce": 2 * zoo.LAYERS + 2}
     (layout,) = [item for item in model.programs[0].graph.inputs if item.target == "model.layers.0.mlp.gate_proj.weight"]

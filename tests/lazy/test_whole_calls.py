@@ -79,8 +79,8 @@ def test_heads_that_do_not_divide_are_computed_whole(caplog):
 
 
 def test_heads_are_whole_where_their_module_is():
-    """Other modules' annotations do not split this attention."""
-    model = check(Attends, "dp=2,tp=4", {"head.weight": P("tp", None)}, steps=1)
+    """Other modules' annotations do not split this attention, where its own weights are pinned whole."""
+    model = check(Attends, "dp=2,tp=4", {"head.weight": P("tp", None), "attention.*": P()}, steps=1)
     assert kernels(model)["forward"] == [(4, 4, zoo.SEQ, 8)]
 
 

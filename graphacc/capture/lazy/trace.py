@@ -16,7 +16,7 @@ from graphacc.capture.source import SourceMode
 from graphacc.capture.tracing import Results, Slot, unique_names
 from graphacc.errors import CaptureError
 from graphacc.graph import Input, Kind, Output
-from graphacc.hlo import Draw, HloStep, Support
+from graphacc.hlo import DTYPES, Captured, Draw, HloStep, Operand, Support, WholeCall
 
 
 def trace(
@@ -82,10 +82,13 @@ def _signed(
 
     updates = any(kind is Kind.PARAM for kind, _, _ in results)  # what is updated stays where it lies
 
+    captured = Captured(module=module, inputs=tuple(inputs), feeds=tuple(feeds), results=tuple(kind for kind, _, _ in results), calls=tuple(calls))
+
     def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
         read = list(arrays) if updates else [support.gather(item, array) for item, array in zip(inputs, arrays, strict=True)]
         given = [support.draw(feed, arrays[key]) if isinstance(feed, Draw) else read[feed] for feed in feeds]
-        made = module.call(given, lambda number, operands: support.call(calls[number], operands))
+        marked, whole = _marked(captured, support.marks.get(captured, {}))
+        made = marked.call(given, lambda number, operands: support.call(whole[number], operands))
         return [made[i] for i in kept]
 
     return HloStep(
@@ -95,7 +98,21 @@ def _signed(
         num_operators=module.num_operators,
         constants=constants,
         calls=tuple(calls[number] for number in module.whole_calls),
+        captured=(captured,),
     )
+
+
+def _marked(captured: Captured, marks: Mapping[int, str]) -> tuple[HloModule, Sequence[WholeCall]]:
+    """The module with marks of its values, and its calls by number."""
+    if not marks:
+        return captured.module, captured.calls
+    types = {number: kind for operation in captured.module.operations for number, kind in zip(operation.results, operation.types) if kind is not None}
+    calls = list(captured.calls)
+    for value, spec in marks.items():
+        shape, element = types[value]
+        dtype = DTYPES[element]
+        calls.append(WholeCall(operator="graphacc.mark_sharding.default", arguments=(Operand(dtype), spec), results=((shape, dtype),), module_path="", stack_trace=""))
+    return captured.module.with_calls({value: len(captured.calls) + place for place, value in enumerate(marks)}), calls
 
 
 def _is_slot(result: tuple[Kind, str, Tensor], inputs: Sequence[Input], feed: int | Draw) -> bool:
