@@ -112,7 +112,7 @@ def build_pipeline(
         passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
         if strategy.zero_stage == 3:
             passes.append(prefetch_pass(strategy.prefetch))
-    if ((stage and strategy.bucket_mb != 0) or strategy.tp > 1) and strategy.schedule != "zb-h1":
+    if ((stage and strategy.bucket_mb != 0) or strategy.tp > 1 or strategy.cp > 1) and strategy.schedule != "zb-h1":
         passes.append(release_pass(products=strategy.tp > 1))
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))

@@ -28,6 +28,8 @@ from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_ORDERED = of_kind(OpKind.ORDER)
 
 _VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, _WAIT}
 """Operators whose result shares, or can share, the memory of their first operand."""
@@ -186,7 +188,7 @@ def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
     operators: list[Operator] = []
     made: dict[torch.fx.Node, range] = {}  # the buffers that a call creates
     places: dict[torch.fx.Node, frozenset[int]] = {}  # the buffers that are read where a node's value is used
-    for node in step.graph.nodes:
+    for node in step.graph.nodes if cpu else _as_sent(step):
         if not cpu and node.target is _WAIT:  # what is sent stays until then
             sent = node.all_input_nodes[0].all_input_nodes
             operators.append(Operator(name=node.name, reads=tuple(sorted(frozenset().union(*(places[operand] for operand in sent)))), writes=()))
@@ -204,11 +206,40 @@ def _problem(step: StepGraph, *, cpu: bool = False) -> Problem:
         else:
             made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
             places[node] = frozenset(made[node])
-            buffers += [Buffer(name=node.name, size=size) for size in _sizes(node)]
+            widened = 2 if not cpu and _is_summed_wide(node) else 1
+            buffers += [Buffer(name=node.name, size=widened * size) for size in _sizes(node)]
             operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(made[node]), workspace=loop_bytes(node)))
     for number in frozenset().union(*(places[node] for node in step.results)):
         buffers[number] = dataclasses.replace(buffers[number], size=0)
     return Problem(operators=_in_place(operators, buffers, made, cpu=cpu), buffers=tuple(buffers))
+
+
+def _as_sent(step: StepGraph) -> Iterable[torch.fx.Node]:
+    """The nodes in the order in which XLA for GPUs begins them: a weight is gathered as soon as what the gather waits for is there, behind what is computed meanwhile."""
+    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    ready: dict[torch.fx.Node, int] = {}  # parameters, and what is made of these alone -> the place of the last of what they wait for
+    begun: dict[int, list[torch.fx.Node]] = collections.defaultdict(list)  # place -> the gathers that begin there
+    for node in step.graph.nodes:
+        waits = node.all_input_nodes[1:] if node.target in _ORDERED else []
+        made_of = node.all_input_nodes[:1] if waits else node.all_input_nodes
+        if node.op == "output" or any(operand not in ready for operand in made_of) or (node.op == "call_function" and not made_of):
+            continue
+        last = max((*(ready[operand] for operand in made_of), *(place[wait] for wait in waits)), default=-1)
+        if node.target is _GATHER and last >= 0:
+            begun[last].append(node)
+        elif "move" not in node.meta and node.target is not _WAIT:
+            ready[node] = last
+    found: dict[torch.fx.Node, None] = {}
+    for node in step.graph.nodes:
+        work = [node]
+        while work:
+            unmade = [operand for operand in work[-1].all_input_nodes if operand not in found]
+            if unmade:
+                work += unmade
+            elif (one := work.pop()) not in found:
+                found[one] = None
+                work += reversed(begun.get(place[one], []))
+    return found
 
 
 def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
@@ -262,7 +293,7 @@ def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Ma
             continue
         for operand in _elementwise_operands(node, made):
             (number, *more) = made[operand]
-            if more or buffers[number].size != buffers[own].size or (not cpu and _is_padded(operand)):
+            if more or buffers[number].size != buffers[own].size or (not cpu and (_is_padded(operand) or _is_summed_wide(operand))):
                 continue
             before = [place for place in readers[number] if place != makers[own]]
             if not before or (not cpu and all(place < makers[own] for place in before)):
@@ -281,6 +312,12 @@ def _is_padded(node: torch.fx.Node) -> bool:
     value = node.meta["val"]
     narrow = node.target is _aten.mm.default and value.dtype in (torch.bfloat16, torch.float16)
     return (narrow or node.target is torch.ops.graphacc.wide_mm.default) and padding_of_rows(value.shape[-1]) > 0
+
+
+def _is_summed_wide(node: torch.fx.Node) -> bool:
+    """Whether a table's gradient is stored in fp32, in which its rows are added up, and rounded by who reads it."""
+    value = node.meta["val"]
+    return node.target is _aten.embedding_dense_backward.default and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _elementwise_operands(node: torch.fx.Node, made: Mapping[torch.fx.Node, range]) -> Iterator[torch.fx.Node]:

@@ -27,7 +27,7 @@ import torch.fx
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.facts import OpKind, of_kind
-from graphacc.passes.communication.buckets import MAX_BYTES, SCATTER, SMALL_BYTES, is_small, place_of
+from graphacc.passes.communication.buckets import MAX_BYTES, REDUCE, SCATTER, SMALL_BYTES, is_small, place_of
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
@@ -43,6 +43,8 @@ _WAIT_FOR = torch.ops.graphacc.wait_for.default
 _AFTER = torch.ops.graphacc.after.default
 _SEEN_THROUGH = VIEWS | {_AFTER}
 _WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default, operator.getitem}
+_ADDED = _WAY | {aten.add.Tensor}
+"""On their way to a gradient of a parameter that is used twice, as a tied head is."""
 _PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
 
 
@@ -54,11 +56,19 @@ def release_pass(products: bool) -> Pass:
     """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
+        log.rewrote(_finish_results(step))
         for gradients in _sequences(step, products):
             log.rewrote(_tie(step, gradients))
         return step
 
     return Pass(name="release-gradients", exact=True, optional=True, run=run, verify=_verify, key=("release-gradients", products))
+
+
+def _is_summed(node: torch.fx.Node) -> bool:
+    """A gradient's sum over another axis, such as `cp`, in front of its scatter; or the wait for that."""
+    if node.target is _WAIT_TENSOR:
+        node = node.all_input_nodes[0]
+    return node.target is REDUCE and "move" in node.meta and node.meta["move"].role is Role.GRADIENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +86,7 @@ class _Gradient:
             node = left.pop()
             if node in way or node in makers:
                 continue
-            if node.op == "call_function" and node.target in _WAY and node.meta["phase"] is Phase.BACKWARD:
+            if node.op == "call_function" and node.meta["phase"] is Phase.BACKWARD and (node.target in _WAY or _is_summed(node)):
                 way.add(node)
                 left.extend(node.all_input_nodes)
             else:
@@ -114,6 +124,33 @@ class _Gradient:
             reader.prepend(self.done)
 
 
+def _finish_results(step: StepGraph) -> int:
+    """Let the backward begin behind the loss, and other numbers that the forward gives, as far as this rank computes them alone: computed last, they keep the logits to the end."""
+    results = {_local(node) for node in step.results if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and node.meta["val"].numel() == 1}
+    for node in step.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+            continue
+        readers = [user for user in node.users if user.meta.get("phase") is Phase.BACKWARD]
+        before = sorted(result for result in results if result.op == "call_function" and result < node)
+        if SEGMENT in node.meta or not readers or not before:
+            return 0
+        edit, waiting = Editor(step.graph, node.next, like=node), node
+        for result in before:
+            waiting = edit(_WAIT_FOR, waiting, result)
+        for reader in readers:
+            reader.replace_input_with(node, waiting)
+        return len(before)
+    return 0
+
+
+def _local(result: torch.fx.Node) -> torch.fx.Node:
+    """What a result is summed up from over the ranks."""
+    while result.target in (_WAIT_TENSOR, REDUCE):
+        result = result.all_input_nodes[0]
+    return result
+
+
 def _sequences(step: StepGraph, products: bool) -> list[list[_Gradient]]:
     """The gradients of one stage's backward that would stay in memory, or what they are made of, in the order in which they are made."""
     found: dict[Hashable, list[_Gradient]] = collections.defaultdict(list)
@@ -144,7 +181,7 @@ def _is_put_off(product: torch.fx.Node) -> bool:
             waits = user.target is _AFTER and user.all_input_nodes[0] not in seen
             if user in seen or waits or user.op == "output" or user.meta["phase"] is Phase.UPDATE:
                 continue
-            if user.target not in _WAY and "move" not in user.meta and user.target is not _WAIT_TENSOR:
+            if user.target not in _ADDED and "move" not in user.meta and user.target is not _WAIT_TENSOR:
                 return False
             seen.add(user)
             left.append(user)

@@ -11,6 +11,7 @@ import torch.fx
 
 from graphacc.ops.facts import OpKind, of_kind
 from graphacc._compat.torch_ import fake_mode, new_graph
+from graphacc.graph import Phase
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
 from graphacc.passes.partition.report import Collective
@@ -34,6 +35,7 @@ class Emitter:
         self.exchanges: dict[torch.fx.Node, Any] = {}  # local ids -> what `routing` made of them
         self.ring_blocks: dict[torch.fx.Node, list] = {}  # local log-sum-exp of a ring -> those of its blocks
         self._offsets: dict[tuple[int, ...], torch.fx.Node] = {}
+        self.masked: dict[torch.fx.Node, torch.fx.Node] = {}  # value -> the one that is read in its place
 
     def placeholder(self, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
         self.node = node
@@ -175,7 +177,22 @@ class Emitter:
         return self.call(aten.transpose.int, x, 0, dim) if dim else x
 
     def mask_padding(self, x: torch.fx.Node, dim: int, size: int, value: float) -> torch.fx.Node:
-        """`x`, a block along `dim` of `size` elements in all, with `value` where it stands behind their end."""
+        """`x`, a block along `dim` of `size` elements in all, with `value` where it stands behind their end.
+
+        Zeros in the backward are for all who read `x`, also before: a gradient of logits that is stored as it is for one product, and with zeros for the other, takes twice the memory.
+        """
+        if value or self.node.meta["phase"] is not Phase.BACKWARD:
+            return self._masked(x, dim, size, value)
+        following, index = x.next, self._index
+        with self.graph.inserting_before(following):
+            self._index = None  # the one that there is may come later
+            masked = self._masked(x, dim, size, value)
+        self._index = index
+        x.replace_all_uses_with(masked, delete_user_cb=lambda user: user is not masked)
+        self.masked[x] = masked
+        return masked
+
+    def _masked(self, x: torch.fx.Node, dim: int, size: int, value: float) -> torch.fx.Node:
         local, rank = _shape(x)[dim], len(_shape(x))
         device = x.meta["val"].device
         place = self.call(aten.arange.start_step, 0, local, 1, dtype=torch.int64, device=device)

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+import torch.fx
+
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Output, MeshShard, StepGraph
 from graphacc.passes.partition.emit import Emitter
@@ -22,7 +24,10 @@ def write(step: StepGraph, plan: AxisPlan) -> tuple[StepGraph, PartitionReport]:
     values: list[Any] = []
     for action in plan.actions:
         build.node = action.node
-        new = action.write(build, *(values[i] for i in action.inputs))
+        read = [values[i] for i in action.inputs]
+        if build.masked:
+            read = [build.masked.get(value, value) if isinstance(value, torch.fx.Node) else value for value in read]
+        new = action.write(build, *read)
         if action.expected is not None:
             _check(plan, action, new)
         values.append(new)

@@ -12,7 +12,7 @@ import zoo
 from gpt2_steps import captured, gpt2, llama, spread
 from training import assert_parity, compiled, train
 
-from graphacc.graph import Phase, StepGraph
+from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.lowering.rules.collectives import _with_one_element_behind
 from graphacc.passes.communication import release
 from graphacc.passes.communication.buckets import GATHER, SCATTER, readers
@@ -58,7 +58,7 @@ def most_whole(program: StepGraph) -> int:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["fsdp=8", "fsdp=8,zero=2", "fsdp=8,remat=blocks", "tp=2,fsdp=4"])
+@pytest.mark.parametrize("strategy", ["fsdp=8", "fsdp=8,zero=2", "fsdp=8,remat=blocks", "tp=2,fsdp=4", "cp=2,fsdp=4"])
 @pytest.mark.default_cases("fsdp=8-bf16-gpt2", "fsdp=8,remat=blocks-bf16-llama")
 def test_few_gradients_are_whole(monkeypatch, strategy, precision, name):
     strategy = f"{strategy},precision={precision},bucket_mb=0.05"
@@ -94,6 +94,42 @@ def test_what_the_loop_gets_stays(monkeypatch, strategy):
     losses = train(waiting, batches)
     assert sum(node.target is WAIT_FOR for program in waiting.programs for node in program.graph.graph.nodes) > 2 * LAYERS
     assert_parity(plain, waiting, expected, losses)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8", "tp=2,fsdp=4", "cp=2,fsdp=4", "cp=8"])
+def test_the_backward_begins_behind_the_loss(strategy):
+    """What this rank adds to the loss: not the sum over the ranks, which would have to come first."""
+    program = spread(step("llama"), strategy)
+    loss = program.results[program.output_indices(Kind.LOSS)[0]]
+    assert loss.target is torch.ops._c10d_functional.wait_tensor.default or strategy.startswith("tp")
+    first = next(node for node in program.graph.nodes if node.target is WAIT_FOR and node.meta["phase"] is Phase.BACKWARD)
+    value, waited = first.all_input_nodes
+    assert value.meta["val"].numel() == 1 and waited is release._local(loss) and waited.meta["phase"] is Phase.FORWARD
+    assert not any(user.meta["phase"] is Phase.BACKWARD for user in value.users if user is not first)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.default_cases("gpt2")
+def test_products_of_a_tied_head_are_not_put_off(name):
+    """The gradient of a weight that is used twice is a sum; along `tp` its product is waited for like others."""
+    program = spread(captured((gpt2 if name == "gpt2" else llama)(**SIZES | {"vocabulary": 1056}), LENGTH), "tp=2,dp=4")
+    heads = [node for node in program.graph.nodes if node.target in release._PRODUCTS and node.meta["phase"] is Phase.BACKWARD and 1056 // 2 in node.meta["val"].shape]
+    assert len([node for node in heads if release._is_put_off(node)]) == 1
+
+
+def test_padding_is_masked_for_all_who_read_it():
+    """Of a vocabulary that ranks do not divide: the logits' gradient is stored once, with zeros in its padding, for the product that sums over it and for the other one."""
+    program = spread(captured(gpt2(**SIZES | {"vocabulary": 1055}), LENGTH), "tp=2,dp=4")
+    products = [node for node in program.graph.nodes if node.target in release._PRODUCTS and node.meta["phase"] is Phase.BACKWARD]
+    tokens, rows = 2 * LENGTH, 1056 // 2
+
+    def source(node: torch.fx.Node) -> torch.fx.Node:
+        while node.target in release.VIEWS or node.target is torch.ops.aten.permute.default:
+            node = node.all_input_nodes[0]
+        return node
+
+    read = [source(factor) for product in products for factor in product.all_input_nodes if sorted(factor.meta["val"].shape) == sorted((tokens, rows))]
+    assert len(read) == 2 and read[0] is read[1] and read[0].target is torch.ops.aten.where.self
 
 
 class Convolutions(torch.nn.Module):

@@ -9,8 +9,10 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, is_float
-from graphacc.lowering.fence import computed_once
+from graphacc.lowering.hidden_zero import with_hidden_zero
 from graphacc.lowering.registry import register
+from graphacc.lowering.rules.matmul import padded_rows
+from graphacc.ops.facts import padding_of_rows
 from graphacc.ops.mesh import split_group, subgroups
 
 
@@ -205,7 +207,10 @@ def _after(ctx, x, dependency, strict=False):
     if dependency.size == 0:
         return x
     elsewhere = _behind_barrier if strict else lambda x, dependency: lax.optimization_barrier((x, dependency))[0]
-    return lax.platform_dependent(x, dependency, cpu=_with_hidden_zero, default=elsewhere)
+    forms = {"cpu": with_hidden_zero, "default": elsewhere}
+    if dependency.ndim == 2 and dependency.dtype.itemsize == 2 and padding_of_rows(dependency.shape[1]):
+        forms["cuda"] = lambda x, dependency: elsewhere(x, padded_rows(dependency))  # what the products read: as it is, it would be in memory for this alone
+    return lax.platform_dependent(x, dependency, **forms)
 
 
 @register("graphacc.wait_for.default")
@@ -219,35 +224,11 @@ def _wait_for(ctx, x, dependency):
 def _with_one_element_behind(x, dependency):
     x, dependency = lax.optimization_barrier((x, dependency))
     start, size = (0,) * x.ndim, (1,) * x.ndim
-    return lax.dynamic_update_slice(x, _with_hidden_zero(lax.slice(x, start, size), dependency), start)
+    return lax.dynamic_update_slice(x, with_hidden_zero(lax.slice(x, start, size), dependency), start)
 
 
 def _behind_barrier(x, dependency):
-    return _with_hidden_zero(*lax.optimization_barrier((x, dependency)))
-
-
-def _with_hidden_zero(x, dependency):
-    """`x`, into which a zero is xor-ed that XLA cannot know to be zero, computed from one element of `dependency`.
-
-    n * (n + 1) is even for every n, also where it overflows. The bits of `x` stay as they are.
-    """
-    word = _bits(dependency.reshape(-1)[:1])[0]
-    zero = computed_once(word * (word + 1) & 1)  # else every fusion that reads `x` computes it, and `dependency` stays in memory for them all
-    if x.dtype == jnp.bool_:
-        return x ^ (zero != 0)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_with_hidden_zero(x.real, dependency), x.imag)
-    bits = _bits(x)
-    return lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), x.dtype)
-
-
-def _bits(x):
-    """The bits of `x`, of a complex number those of its real part, as unsigned integers of its width."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = x.real
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize])
+    return with_hidden_zero(*lax.optimization_barrier((x, dependency)))
 
 
 @register("graphacc.mark_sharding.default")

@@ -10,6 +10,8 @@ from jax import lax
 
 from graphacc.errors import LoweringError
 from graphacc.lowering.dtypes import cast, wide
+from graphacc.lowering.hidden_zero import with_hidden_zero
+from graphacc.lowering.partitioned import is_partitioned
 from graphacc.lowering.registry import register
 
 _IN_RANGE = "promise_in_bounds"
@@ -100,6 +102,17 @@ def _embedding(ctx, weight, indices, padding_idx=-1, scale_grad_by_freq=False, s
     return weight.at[indices].get(mode=_IN_RANGE, wrap_negative_indices=False)
 
 
+def _zeros_when_needed(shape: tuple[int, ...], rows):
+    """Zeros to which `rows` are added. On GPUs not before these exist: XLA makes what depends on nothing early, and the table's gradient would be in memory through the whole backward."""
+    if not rows.size or is_partitioned():
+        return jnp.zeros(shape, rows.dtype)
+
+    def behind(rows):
+        return jnp.broadcast_to(with_hidden_zero(jnp.zeros((), rows.dtype), rows[:1, :1]), shape)
+
+    return lax.platform_dependent(rows, cuda=behind, default=lambda rows: jnp.zeros(shape, rows.dtype))
+
+
 @register("aten.embedding_dense_backward.default")
 def _embedding_dense_backward(ctx, grad, indices, num_weights, padding_idx, scale_grad_by_freq):
     indices, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
@@ -109,7 +122,7 @@ def _embedding_dense_backward(ctx, grad, indices, num_weights, padding_idx, scal
         rows = rows / counts[indices][:, None]
     if padding_idx >= 0:
         rows = jnp.where((indices == padding_idx)[:, None], np.zeros((), rows.dtype), rows)
-    total = jnp.zeros((num_weights, rows.shape[1]), rows.dtype)
+    total = _zeros_when_needed((num_weights, rows.shape[1]), rows)
     return cast(total.at[indices].add(rows, mode=_IN_RANGE, wrap_negative_indices=False), grad.dtype)
 
 

@@ -76,6 +76,11 @@ def _padded(x, widths, transposed):
     return _padded(x.mT, widths[::-1], False).mT if transposed else jnp.pad(x, [(0, width) for width in widths])
 
 
+def padded_rows(x):
+    """[n, k] as a product pads it whose rows it are, see `padding`."""
+    return _padded(x, [0, padding_of_rows(x.shape[1])], False)
+
+
 PIECE = 8192
 """Length of the pieces that a product is summed from."""
 PIECED_BYTES = 64_000_000
