@@ -12,13 +12,13 @@ from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.communication import (
+    RELEASE_GRADIENTS,
     Frozen,
     Quantization,
     bucket_pass,
     prefetch_pass,
     quantized_gather_pass,
     quantized_scatter_pass,
-    release_pass,
     secondary_partition_pass,
 )
 from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
@@ -113,7 +113,7 @@ def build_pipeline(
         if strategy.zero_stage == 3:
             passes.append(prefetch_pass(strategy.prefetch))
     if ((stage and strategy.bucket_mb != 0) or strategy.tp > 1 or strategy.cp > 1) and strategy.schedule != "zb-h1":
-        passes.append(release_pass(products=strategy.tp > 1))
+        passes.append(RELEASE_GRADIENTS)
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
     passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]

@@ -10,7 +10,7 @@ from graphacc.passes.communication.buckets import bucket_pass
 from graphacc.passes.communication.frozen import Frozen
 from graphacc.passes.communication.prefetch import prefetch_pass
 from graphacc.passes.communication.quantize import Quantization, quantized_gather_pass, quantized_scatter_pass
-from graphacc.passes.communication.release import release_pass
+from graphacc.passes.communication.release import RELEASE_GRADIENTS
 from graphacc.passes.communication.secondary import secondary_partition_pass
 
-__all__ = ["Frozen", "Quantization", "bucket_pass", "prefetch_pass", "quantized_gather_pass", "quantized_scatter_pass", "release_pass", "secondary_partition_pass"]
+__all__ = ["RELEASE_GRADIENTS", "Frozen", "Quantization", "bucket_pass", "prefetch_pass", "quantized_gather_pass", "quantized_scatter_pass", "secondary_partition_pass"]

@@ -12,7 +12,8 @@ backward does not go on without the scatter. (Not under a pipeline's schedule th
 itself, nor without buckets, where XLA's combiner joins messages, which it cannot if one waits for another.)
 
 For the same reason a scheduler puts off the products themselves. Along `tp` gradients are small beside the activations that they are products of, which every
-rank has whole, or gathers: XLA kept those of all layers. There the backward waits for the products.
+rank has whole, or gathers: XLA kept those of all layers; and the product of a head that is tied to the embedding is added to a gradient that is the last to be there: XLA kept that of
+the logits. There the backward waits for the products. It begins behind the loss, which would keep the logits.
 """
 
 import collections
@@ -48,20 +49,12 @@ _ADDED = _WAY | {aten.add.Tensor}
 _PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
 
 
-def release_pass(products: bool) -> Pass:
-    """Makes the backward wait for scatters of gradients; values stay as they are.
-
-    Args:
-        products: and for products that give gradients.
-    """
-
-    def run(step: StepGraph, log: Log) -> StepGraph:
-        log.rewrote(_finish_results(step))
-        for gradients in _sequences(step, products):
-            log.rewrote(_tie(step, gradients))
-        return step
-
-    return Pass(name="release-gradients", exact=True, optional=True, run=run, verify=_verify, key=("release-gradients", products))
+def release(step: StepGraph, log: Log) -> StepGraph:
+    """Make the backward wait for the loss, for scatters of gradients and for products that give gradients; values stay as they are."""
+    log.rewrote(_finish_results(step))
+    for gradients in _sequences(step):
+        log.rewrote(_tie(step, gradients))
+    return step
 
 
 def _is_summed(node: torch.fx.Node) -> bool:
@@ -78,6 +71,7 @@ class _Gradient:
     maker: torch.fx.Node  # the call that makes it; of several, the last of them
     way: tuple[torch.fx.Node, ...]  # what only carries it to its scatter, with that and its wait, in the order of the graph; without a scatter nothing
     size_bytes: int  # what stays in memory as long as it is put off
+    makers: frozenset[torch.fx.Node] = frozenset()  # all of them, where a scatter joins several
 
     @classmethod
     def scattered_by(cls, scatter: torch.fx.Node) -> "_Gradient":
@@ -91,7 +85,7 @@ class _Gradient:
                 left.extend(node.all_input_nodes)
             else:
                 makers.add(node)
-        return cls(max(makers), tuple(sorted(way)), scatter.meta["move"].size_bytes)
+        return cls(max(makers), tuple(sorted(way)), scatter.meta["move"].size_bytes, frozenset(makers))
 
     @property
     def done(self) -> torch.fx.Node:
@@ -127,8 +121,12 @@ class _Gradient:
 def _finish_results(step: StepGraph) -> int:
     """Let the backward begin behind the loss, and other numbers that the forward gives, as far as this rank computes them alone: computed last, they keep the logits to the end."""
     results = {_local(node) for node in step.results if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and node.meta["val"].numel() == 1}
+    constants: set[torch.fx.Node] = set()
     for node in step.graph.nodes:
         value = node.meta.get("val")
+        if node.op == "call_function" and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+            continue
         if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD or not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
             continue
         readers = [user for user in node.users if user.meta.get("phase") is Phase.BACKWARD]
@@ -151,18 +149,20 @@ def _local(result: torch.fx.Node) -> torch.fx.Node:
     return result
 
 
-def _sequences(step: StepGraph, products: bool) -> list[list[_Gradient]]:
+def _sequences(step: StepGraph) -> list[list[_Gradient]]:
     """The gradients of one stage's backward that would stay in memory, or what they are made of, in the order in which they are made."""
     found: dict[Hashable, list[_Gradient]] = collections.defaultdict(list)
+    scattered: set[torch.fx.Node] = set()
     for node in step.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD:
             continue
-        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT and not is_small(node):
-            found[place_of(node)].append(_Gradient.scattered_by(node))
-        elif products and node.target in _PRODUCTS and _is_put_off(node) and (size := _kept_bytes(node)) > SMALL_BYTES:
+        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT:
+            gradient = _Gradient.scattered_by(node)
+            scattered |= gradient.makers
+            found[place_of(node)] += [] if is_small(node) else [gradient]
+        elif node.target in _PRODUCTS and _is_put_off(node) and (size := _kept_bytes(node)) > SMALL_BYTES:
             found[place_of(node)].append(_Gradient(node, (), size))
     for place, gradients in found.items():
-        scattered = {gradient.maker for gradient in gradients if gradient.way}
         found[place] = sorted((gradient for gradient in gradients if gradient.way or gradient.maker not in scattered), key=lambda gradient: gradient.maker)
     return list(found.values())
 
@@ -215,3 +215,6 @@ def _verify(step: StepGraph) -> None:
         waited = node.all_input_nodes[-1] if node.target is _WAIT_FOR else node
         if waited.op == "call_function" and waited.meta["phase"] is Phase.BACKWARD and waited.meta.get(SEGMENT) != node.meta.get(SEGMENT):
             raise GraphError(f"node {node.name!r} of segment {node.meta.get(SEGMENT)} waits for {waited.name!r} of segment {waited.meta.get(SEGMENT)}")
+
+
+RELEASE_GRADIENTS = Pass(name="release-gradients", exact=True, optional=True, run=release, verify=_verify)
