@@ -71,7 +71,7 @@ class _Writer:
             if isinstance(feed, Draw):
                 self.nodes[number] = self._ones(feed.size, torch.float32)
         for place, operation in enumerate(self.operations[:-1]):
-            self.phase = Phase.FORWARD if place in self.forward else Phase.BACKWARD
+            self.phase = Phase.UPDATE if Kind.PARAM in self.captured.results else Phase.FORWARD if place in self.forward else Phase.BACKWARD
             for number, node in zip(operation.results, self._write(operation), strict=True):
                 self.nodes[number] = node
                 self.values.setdefault(node.name, number)
@@ -220,10 +220,10 @@ def _stripped(shape: Sequence[int]) -> Sequence[int]:
 
 
 def _before_results(operations: Sequence[HloOperation], captured: Captured) -> set[int]:
-    """Places of the operations of the forward: those that lead to what is no gradient."""
+    """Places of the operations of the forward: those that lead to the loss, to what the loop gets, and to buffers."""
     made = {number: place for place, operation in enumerate(operations) for number in operation.results}
     last = operations[-1].operands
-    work = [made[number] for number, kind in zip(last, captured.results, strict=True) if kind is not Kind.GRAD and number in made]
+    work = [made[number] for number, kind in zip(last, captured.results, strict=True) if kind in (Kind.LOSS, Kind.USER, Kind.BUFFER) and number in made]
     found: set[int] = set()
     while work:
         place = work.pop()

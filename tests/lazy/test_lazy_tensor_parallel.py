@@ -9,10 +9,10 @@ from torch import nn
 from training import assert_parity, batches_of, check_parity, compiled, train
 
 import graphacc
-from graphacc.capture import FX, Batch, capture_joint
+from graphacc.capture import FX, Batch, capture_joint, capture_update
 from graphacc.capture.lazy import LAZY
 from graphacc.errors import StrategyError
-from graphacc.graph import Kind
+from graphacc.graph import Kind, Phase
 from graphacc.passes.hlo.operators import operators_of
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.report import communication
@@ -95,6 +95,14 @@ def test_heads_that_do_not_divide_are_an_error():
     model = compiled(zoo.condition(zoo.transformers.LlamaForCausalLM(config)), "tp=4", **OPTIONS)
     with pytest.raises(StrategyError, match="tp=4 does not divide the 6 attention heads .*: choose tp out of 1, 2, 3, 6"):
         train(model, batches_of("llama", 1))
+
+
+def test_an_update_gives_no_roles():
+    """Its operators are no forward, so that what an optimizer multiplies is no column."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+    update = capture_update(model, torch.optim.AdamW(model.parameters()), [name for name, _ in model.named_parameters()], backend=LAZY)
+    (captured,) = update.captured
+    assert {node.meta["phase"] for node in operators_of(captured).step.graph.nodes if node.op == "call_function"} == {Phase.UPDATE}
 
 
 def test_operations_that_are_not_known_want_their_operands_whole():
