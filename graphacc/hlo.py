@@ -73,7 +73,7 @@ class Captured:
     module: HloModule
     inputs: tuple[Input, ...]
     feeds: tuple[int | Draw, ...]  # what each parameter of the module takes: the input of that index, or random numbers
-    results: tuple[Kind, ...]  # of all that it gives
+    results: tuple[Kind | None, ...]  # of all that it gives; None for an input that it gives back as it came
     calls: tuple[WholeCall, ...]  # by number
 
 

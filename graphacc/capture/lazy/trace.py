@@ -80,9 +80,9 @@ def _signed(
     unchanged = {i for i, parameter in module.passed_through.items() if _is_slot(results[i], inputs, feeds[parameter])}
     kept = [i for i in range(len(results)) if i not in unchanged]
 
-    updates = any(kind is Kind.PARAM for kind, _, _ in results)  # what is updated stays where it lies
-
-    captured = Captured(module=module, inputs=tuple(inputs), feeds=tuple(feeds), results=tuple(kind for kind, _, _ in results), calls=tuple(calls))
+    kinds = tuple(None if i in unchanged else kind for i, (kind, _, _) in enumerate(results))
+    captured = Captured(module=module, inputs=tuple(inputs), feeds=tuple(feeds), results=kinds, calls=tuple(calls))
+    updates = Kind.PARAM in kinds  # what is updated stays where it lies
 
     def function(arrays: Sequence[jax.Array], support: Support) -> list[jax.Array]:
         read = list(arrays) if updates else [support.gather(item, array) for item, array in zip(inputs, arrays, strict=True)]
