@@ -90,6 +90,7 @@ class HloStep:
     calls: tuple[WholeCall, ...] = ()  # the operators that are whole in it
     captured: tuple[Captured, ...] = ()  # the modules that its function calls
     marks: Mapping[Captured, Mapping[int, str]] = dataclasses.field(default_factory=dict)  # see `Support`
+    unread: frozenset[str] | None = None  # names of inputs that nothing reads; None: not known
 
     def donations(self) -> dict[int, int]:
         """Output index -> index of the input that it replaces (same kind and target)."""

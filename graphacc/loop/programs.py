@@ -97,6 +97,12 @@ class Interface:
         return [item for item in self.graph.inputs if item.kind is Kind.STATE]
 
     @functools.cached_property
+    def buffers_read(self) -> frozenset[str]:
+        """The buffers that it computes with, or may compute with."""
+        unread = _unread(self.graph) or frozenset()
+        return frozenset(item.target for item in self.graph.inputs if item.kind is Kind.BUFFER and item.name not in unread)
+
+    @functools.cached_property
     def written(self) -> list[str]:
         """The parameters and buffers that it gives anew."""
         return [item.target for item in self.graph.outputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
@@ -156,7 +162,8 @@ class Compiled(Interface):
     @functools.cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers; False where the graph does not tell."""
-        return not isinstance(self.graph, HloStep) and any(item.kind is Kind.KEY and node.users for item, node in zip(self.graph.inputs, self.graph.placeholders))
+        unread = _unread(self.graph)
+        return unread is not None and any(item.kind is Kind.KEY and item.name not in unread for item in self.graph.inputs)
 
     @functools.cached_property
     def sent_gradients(self) -> tuple[Output, ...]:
@@ -681,9 +688,13 @@ def number_bits(value: Tensor) -> tuple[torch.dtype, bytes]:
 
 def _unread_keys(graph: Step) -> list[Input]:
     """The random key, if the program draws nothing: it need not be uploaded in every step."""
-    if isinstance(graph, HloStep):
-        return []
-    return [item for item, node in zip(graph.inputs, graph.placeholders) if item.kind is Kind.KEY and not node.users]
+    unread = _unread(graph)
+    return [item for item in graph.inputs if item.kind is Kind.KEY and unread is not None and item.name in unread]
+
+
+def _unread(graph: Step) -> frozenset[str] | None:
+    """The names of inputs that nothing reads; None where the graph does not tell."""
+    return graph.unread if isinstance(graph, HloStep) else frozenset(node.name for node in graph.placeholders if not node.users)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,13 @@ from torch import Tensor
 from graphacc.capture import FX
 from graphacc.capture.randomness import keyed_randomness
 from graphacc.errors import CaptureError, LoopError, LoweringError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import Kind
 from graphacc.loop import build
 from graphacc.loop.tape import Call, Param, Tape
 from graphacc.runtime.distributed import process_count
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
-    from graphacc.loop.programs import Compiled
 
 
 @dataclasses.dataclass
@@ -231,12 +230,12 @@ class Region:
 
         aspects = {**engine.execution.forward_aspects(tape), "results": tuple(given), "inputs": tuple(self.inputs)}
         compiled = programs.get("backward", aspects, capture)
-        engine.buffers_read.setdefault(self._key, _buffers_read(compiled))
+        engine.buffers_read.setdefault(self._key, compiled.buffers_read)
         engine.execution.upload(compiled, tape)
         feeds = engine.execution.feeds(compiled, tape) | {(Kind.BATCH, build.gradient_path(index)): grad for index, grad in given.items()}
         now = {}
         try:
-            for name in self._buffers.keys() & _buffers_read(compiled):
+            for name in self._buffers.keys() & compiled.buffers_read:
                 now[name] = programs.state.find(Kind.BUFFER, name)
                 programs.put(compiled, Kind.BUFFER, name, self._buffers[name])
             fetched = programs.run(compiled, feeds, keep_gradients=False)
@@ -293,12 +292,6 @@ def _grad(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor], twice: bool)
         return [None] * len(wanted)
     outputs, seeds = zip(*pairs)
     return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, create_graph=twice)
-
-
-def _buffers_read(compiled: "Compiled") -> frozenset[str]:
-    assert isinstance(compiled.graph, StepGraph), "regions are captured by torch.fx"
-    used = {node.name for node in compiled.graph.placeholders if node.users}
-    return frozenset(item.target for item in compiled.graph.inputs if item.kind is Kind.BUFFER and item.name in used)
 
 
 class _Compiled(torch.autograd.Function):

@@ -60,6 +60,7 @@ def graph_as_hlo(step: StepGraph) -> HloStep:
         constants=step.constants,
         links=tuple(links),
         calls=tuple(calls.values()),
+        unread=frozenset(node.name for node in step.placeholders if not node.users),
     )
 
 

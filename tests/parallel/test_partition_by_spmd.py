@@ -143,6 +143,27 @@ def test_a_loop_with_clipping_accumulation_evaluation_and_a_pin(strategy):
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_regions_of_autograd_and_random_numbers():
+    """A plain module in front, whose output takes a gradient, makes the model a function of autograd; dropout draws from the loop's seed, and a buffer changes."""
+
+    def run(strategy):
+        torch.manual_seed(0)
+        front, model = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 16), nn.BatchNorm1d(16))
+        model = compiled(model, strategy)
+        optimizers, seen = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (front, model)], []
+        for _ in range(3):
+            loss = (model(front(torch.randn(8, 16))) * torch.arange(16.0)).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.item())
+        assert not model._graphacc_engine.by_pytorch.counts
+        return [*seen, *front.weight.flatten().tolist(), *model.state_dict()["3.running_mean"].tolist()]
+
+    assert run("dp=2,tp=2,tp_by=spmd") == pytest.approx(run("dp=2,tp=2"), rel=1e-4, abs=1e-5)  # of weights up to 0.25
+
+
 def test_a_search_follows_the_pin():
     model = check_parity("llama", "auto,tp_by=spmd", devices=4)
     assert (model.strategy.tp_by, model.strategy.tp > 1, model.strategy.cp) == ("spmd", True, 1)
