@@ -596,7 +596,7 @@ class HloOperation:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     types: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and element type ("f32", "i1") of each result; None: no tensor
-    told: dict[str, typing.Any]  # its attributes: a list of integers or of names, an integer, a name; others as their text
+    told: dict[str, typing.Any]  # those of its attributes that are integers, lists of integers or text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -626,8 +626,8 @@ class HloModule:
     def passed_through(self) -> dict[int, int]:
         """Index of a result that is a parameter, unchanged -> index of that parameter."""
         from jax._src.interpreters import mlir
-        ir = _ir()
 
+        ir = _ir()
         with mlir.make_ir_context():
             module = ir.Module.parse(self.stablehlo)
             operations = ir.SymbolTable(module.operation)["main"].regions[0].blocks[0].operations
@@ -638,8 +638,8 @@ class HloModule:
     def whole_calls(self) -> list[int]:
         """The numbers of the custom calls to `WHOLE_CALL`, in the program's order."""
         from jax._src.interpreters import mlir
-        ir = _ir()
 
+        ir = _ir()
         with mlir.make_ir_context():
             module = ir.Module.parse(self.stablehlo)
             return [number for main in module.body.operations for _, number in _whole_calls(main)]
@@ -648,8 +648,8 @@ class HloModule:
     def operations(self) -> list[HloOperation]:
         """The main function; the last operation is "return"."""
         from jax._src.interpreters import mlir
-        ir = _ir()
 
+        ir = _ir()
         with mlir.make_ir_context():
             block = _main(ir.Module.parse(self.stablehlo))
             numbers = {argument: number for number, argument in enumerate(block.arguments)}
@@ -664,8 +664,8 @@ class HloModule:
     def with_calls(self, values: Mapping[int, int]) -> "HloModule":
         """The same module in which values go through a custom call to `WHOLE_CALL` each: the value's number -> the call's number."""
         from jax._src.interpreters import mlir
-        ir = _ir()
 
+        ir = _ir()
         with mlir.make_ir_context():
             module = ir.Module.parse(self.stablehlo)
             block = _main(module)
@@ -696,22 +696,20 @@ WHOLE_CALL = "graphacc.whole_call"
 def _main(module):
     """The block of a module's main function."""
     ir = _ir()
-
     return ir.SymbolTable(module.operation)["main"].regions[0].blocks[0]
 
 
 def _tensor_type(kind) -> tuple[tuple[int, ...], str] | None:
     ir = _ir()
-
     if not isinstance(kind, ir.RankedTensorType):
         return None
     return tuple(kind.shape), str(kind.element_type)
 
 
 def _told(operation) -> dict[str, typing.Any]:
-    ir = _ir()
     from jax._src.lib.mlir.dialects import hlo
 
+    ir = _ir()
     dimensions = {
         "dot_dimension_numbers": (hlo.DotDimensionNumbers, ("lhs_batching_dimensions", "rhs_batching_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")),
         "dimension_numbers": (hlo.GatherDimensionNumbers, ("offset_dims", "collapsed_slice_dims", "start_index_map", "index_vector_dim")),
@@ -733,7 +731,6 @@ def _told(operation) -> dict[str, typing.Any]:
 def _whole_calls(function) -> list:
     """(operation, number) of every custom call to `WHOLE_CALL` in a function of a module."""
     ir = _ir()
-
     found = [operation for operation in function.regions[0].blocks[0].operations if operation.operation.name == "stablehlo.custom_call"]
     found = [operation for operation in found if ir.StringAttr(operation.attributes["call_target_name"]).value == WHOLE_CALL]
     return [(operation, int(ir.StringAttr(operation.attributes["backend_config"]).value)) for operation in found]
@@ -747,10 +744,10 @@ def _abstract(shape) -> jax.ShapeDtypeStruct:
 def _call_hlo_primitive():
     """The primitive that stands for a call of an `HloModule`: lowering merges the module into the program that calls it."""
     from jax._src.interpreters import mlir
-    ir = _ir()
     from jax._src.lib.mlir.dialects import func
     from jax.extend.core import Primitive
 
+    ir = _ir()
     primitive = Primitive("graphacc_hlo")
     primitive.multiple_results = True
 
@@ -773,8 +770,8 @@ def _call_hlo_primitive():
 def _expand(context, operation, function) -> None:
     """Put what JAX lowers `function` to, of the operands' arrays, in the place of a custom call."""
     from jax._src.interpreters import mlir
-    ir = _ir()
 
+    ir = _ir()
     avals = [_aval(operand.type) for operand in operation.operands]
     inside = context.replace(primitive=None, avals_in=avals, avals_out=None, tokens_in=mlir.TokenSet(), tokens_out=None, const_lowering={})
     with ir.InsertionPoint(operation), ir.Location.unknown():
@@ -792,8 +789,8 @@ def _expand(context, operation, function) -> None:
 def _aval(kind) -> "jax.core.ShapedArray":
     """The shape and dtype of a value of an MLIR tensor type."""
     from jax._src.interpreters import mlir
-    ir = _ir()
 
+    ir = _ir()
     tensor = ir.RankedTensorType(kind)
     dtypes = map(np.dtype, (bool, *"bhilBHILefdFD", jax.dtypes.bfloat16))
     return jax.core.ShapedArray(tuple(tensor.shape), next(dtype for dtype in dtypes if mlir.dtype_to_ir_type(dtype) == tensor.element_type))

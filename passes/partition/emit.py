@@ -179,9 +179,9 @@ class Emitter:
     def mask_padding(self, x: torch.fx.Node, dim: int, size: int, value: float) -> torch.fx.Node:
         """`x`, a block along `dim` of `size` elements in all, with `value` where it stands behind their end.
 
-        Zeros in the backward are for all who read `x`, also before: a gradient of logits that is stored as it is for one product, and with zeros for the other, takes twice the memory.
+        Zeros in what the backward has made are for all who read `x`, also before: a gradient of logits that is stored as it is for one product, and with zeros for the other, takes twice the memory.
         """
-        if value or self.node.meta["phase"] is not Phase.BACKWARD:
+        if value or x.op != "call_function" or x.meta["phase"] is not Phase.BACKWARD:
             return self._masked(x, dim, size, value)
         following, index = x.next, self._index
         with self.graph.inserting_before(following):
