@@ -52,11 +52,11 @@ def placer(shape: tuple[int, ...], dtype: np.dtype, layout: jax.sharding.NamedSh
     put: typing.Any = xla_client.batched_device_put
     devices = list(places)
     keys = [tuple((part.start, part.stop) for part in index) for index in places.values()]
-    indices = dict(zip(keys, places.values()))
+    indices, is_wide = dict(zip(keys, places.values())), np.dtype(dtype).itemsize >= 8
 
     def place(block) -> jax.Array:
         blocks = {key: block(index) for key, index in indices.items()}
-        with x64():
+        with x64() if is_wide else contextlib.nullcontext():
             return put(aval, layout, [blocks[key] for key in keys], devices, True)
 
     return place

@@ -256,7 +256,7 @@ class Engine:
             raise NotRecorded("a parameter has a hook of torch.autograd.graph.register_multi_grad_hook")
         if hooked := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None):
             raise NotRecorded(f"the node of autograd that accumulates the gradient of {hooked!r} has hooks, which run in PyTorch's own backward alone")
-        trains = torch.is_grad_enabled() and (as_region or any(h.tensor.requires_grad for h in self.handles.values()))
+        trains = torch.is_grad_enabled() and (as_region or any(handle.trains for handle in self.handles.values()))
         if any(self.handles[name].is_held for name in self.replaced if name in self.handles):
             self.settle_buffers()
             self._renew_held_buffers(self.replaced)
@@ -728,6 +728,8 @@ class Engine:
 
     def _remember(self, tape: Tape) -> None:
         """Keep a finished recording to recognise later ones, which follow the first of those that are kept."""
+        if self.recent and tape.is_another(self.recent[0]):
+            return
         found = tape.as_template()
         others = [template for template in self.recent if not template.is_like(found)]
         self.recent = [found, *others][: MAX_TEMPLATES if self.buckets is None else MAX_BUCKETED_TEMPLATES]

@@ -34,6 +34,9 @@ if typing.TYPE_CHECKING:
 _UNCHANGING = (int, float, str, type(None))
 """Types of settings that are what they are as long as they are the same objects."""
 
+_NO_SETTINGS = {"lr": None, "params": None}
+"""What a group has besides its settings."""
+
 _hooks_installed = False
 
 
@@ -113,17 +116,15 @@ class Binding:
         objects, (before, key) = self._setting_objects(), self._known
         if key is None or before is None or len(objects) != len(before) or not all(map(operator.is_, objects, before)):
             key = Identity(tuple(sorted((k, repr(v)) for k, v in self.settings().items())))
-            self._known = objects if len(objects) > 1 and all(isinstance(value, _UNCHANGING) for value in objects[1:]) else None, key
+            self._known = objects if len(objects) > 1 and all(map(_is_unchanging, objects[1:])) else None, key
         return key
 
     def _setting_objects(self) -> list:
         """Names and values of the settings: where they are the very objects of an earlier step, and of types that do not change, no setting has changed."""
         found: list = [self.dynamic]
         for group in self.optimizer.param_groups if is_separable(self.optimizer) else ():
-            for name, value in group.items():
-                if name != "lr" and name != "params":
-                    found.append(name)
-                    found.extend(value if isinstance(value, (tuple, list)) else (value,))
+            found += group
+            found += (group | _NO_SETTINGS).values()
         return found
 
     def settings(self) -> dict[str, object]:
@@ -205,6 +206,10 @@ class Binding:
             alone = all(count <= _ALONE for held in (entries, tensors) for count in _references(held))
             self.given_out = not alone or any(storage_users(tensor) > 1 for tensor in tensors)
         return self.given_out
+
+
+def _is_unchanging(setting: object) -> bool:
+    return isinstance(setting, _UNCHANGING) or (type(setting) is tuple and all(isinstance(value, _UNCHANGING) for value in setting))
 
 
 def _references(values: list) -> list[int]:
@@ -301,9 +306,12 @@ def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
 
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> "list[Engine]":
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    handles = (handle for parameter in parameters if (handle := handle_of(parameter)) is not None)
-    return list({id(handle.engine): handle.engine for handle in handles}.values())
+    found: dict[int, Engine] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (handle := handle_of(parameter)) is not None:
+                found[id(handle.engine)] = handle.engine
+    return list(found.values())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -347,7 +355,7 @@ def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tu
             result = closure()
     if not engines[0].step(optimizer):
         return ((args[0],), {}) if closure is None else ((args[0], lambda: result), {})
-    if not is_separable(optimizer) and leave_out(optimizer, result):
+    if leave_out(optimizer, result):
         return None
     idle = _idle(optimizer)
     return ((idle,), {}) if closure is None else ((idle, lambda: result), {})

@@ -44,7 +44,7 @@ from graphacc.passes.stream import sent_gradients
 from graphacc.runtime import Program, TrainState, look_ahead, make_mesh, progress, ranges, select_devices, to_device, to_torch
 from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
-from graphacc.runtime.exchange import from_blocks, from_parts, to_codes
+from graphacc.runtime.exchange import Uploader, from_blocks, from_parts, to_codes
 from graphacc.runtime.host_array import HostArray
 from graphacc.runtime.layout import Index, Item
 from graphacc.runtime.state import Slots, relayout
@@ -123,6 +123,7 @@ class Compiled(Interface):
     program: Program
     constants: dict[str, jax.Array]  # target -> tensor that the trace lifted; its own, for names repeat between programs
     numbers: dict[str, tuple[object, jax.Array]] = dataclasses.field(default_factory=dict)  # target -> a number of the optimizer at the last run, and its array
+    uploaders: dict[str, Uploader] = dataclasses.field(default_factory=dict)  # name of an input -> what uploads it
     capture_seconds: float
     pass_seconds: float
     compile_seconds: float
@@ -382,10 +383,10 @@ class Programs:
             return compiled.constants[item.target]
         value = feeds[item.kind, item.target]
         if item.kind is not Kind.HYPER:
-            return self._feed(item, value)
+            return self._feed(item, value, uploaders=compiled.uploaders)
         known = compiled.numbers.get(item.target)
         if known is None or (type(known[0]), repr(known[0])) != (type(value), repr(value)):  # NaN equals itself, 0.0 is not -0.0
-            known = compiled.numbers[item.target] = value, self._feed(item, value)
+            known = compiled.numbers[item.target] = value, self._feed(item, value, uploaders=compiled.uploaders)
         return known[1]
 
     def stand_in(self, path: str, tensor: Tensor, given: Mapping[str, Tensor]) -> Tensor:
@@ -513,11 +514,20 @@ class Programs:
             if targets:
                 yield name, {target.rpartition("/")[2]: self.fetch(Kind.STATE, target) for target in targets}
 
-    def _feed(self, item: Input, value: object, mesh: Mesh | None = None) -> jax.Array:
+    def _feed(self, item: Input, value: object, mesh: Mesh | None = None, uploaders: "dict[str, Uploader] | None" = None) -> jax.Array:
+        """
+        Args:
+            uploaders: by the names of a program's inputs; the item's is added.
+        """
         with ranges.named("graphacc.upload"):
             if self.local_batch and isinstance(value, Tensor) and tuple(value.shape) != item.shape:
                 return from_parts(value, item, mesh or self.mesh)
-            return to_device(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype), item, mesh or self.mesh)
+            upload = None if uploaders is None else uploaders.get(item.name)
+            if upload is None:
+                upload = Uploader(item, mesh or self.mesh)
+                if uploaders is not None:
+                    uploaders[item.name] = upload
+            return upload(value if isinstance(value, Tensor) else torch.tensor(value, dtype=item.dtype))
 
     def _compile(self, kind: str, reason: str, capture: Callable[[], Step]) -> Compiled:
         with progress.activity("capture") as captured:
@@ -712,4 +722,4 @@ class _Result:
 
     def number(self) -> float | None:
         """A result of no dims; None where other processes hold a part of it."""
-        return float(np.asarray(self.array.addressable_data(0))) if self.array.is_fully_replicated and self.array.is_fully_addressable else None
+        return float(np.asarray(self.array)) if self.array.is_fully_replicated and self.array.is_fully_addressable else None

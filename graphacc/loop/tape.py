@@ -189,7 +189,9 @@ class Tape:
         counts = len(self.externals), len(self.values)
         given, spec = trees.flatten((args, kwargs))
         varying = self._varying(function, given, spec)
-        leaves = [torch.tensor(leaf, dtype=_number_dtype(given) if isinstance(leaf, float) else torch.int64) if i in varying else leaf for i, leaf in enumerate(given)]
+        leaves = given
+        if varying:
+            leaves = [torch.tensor(leaf, dtype=_number_dtype(given) if isinstance(leaf, float) else torch.int64) if i in varying else leaf for i, leaf in enumerate(given)]
         try:
             refs = tuple(self._to_ref(leaf, function, spec, place) for place, leaf in enumerate(leaves))
             remembered = self._remembered(function, refs, spec, leaves)
@@ -229,7 +231,7 @@ class Tape:
         self._forget_overwritten(call)
         if call.replaces is not None:
             leaves[call.replaces].bind(self, call.results[0])
-        return pytree.tree_unflatten([self._given_back(leaf) for leaf in call.result_leaves], call.result_spec)
+        return trees.unflatten([self._given_back(leaf) for leaf in call.result_leaves], call.result_spec)
 
     def _note_draws(self, call: Call) -> Call:
         """The call, with the earlier one that it repeats; torch's generator moves on, as it would by the call."""
@@ -340,6 +342,8 @@ class Tape:
         Args:
             spec, place: the leaf's number in the tree of the arguments.
         """
+        if type(leaf) in _PLAIN:
+            return leaf
         if isinstance(leaf, Promise):
             if leaf.tape is self:
                 return Ref(leaf.index)
@@ -506,6 +510,13 @@ class Tape:
         """What later recordings compare themselves with."""
         keys = [self.external_key(index) for index in range(len(self.externals))]
         return Template(self.calls, self.values, keys, self.backward_at, tuple(self.grad_values), frozenset(self.differentiable), self.forward_key)
+
+    def is_another(self, template: "Template") -> bool:
+        """Whether it is finished, and a template of it would be of the same calls as this one."""
+        if len(self.calls) != len(template.calls) or len(self.externals) != len(template.keys) or not all(map(operator.is_, self.calls, template.calls)):
+            return False
+        same = (self.backward_at, tuple(self.grad_values), self.differentiable) == (template.backward_at, template.gradients, template.differentiable)
+        return same and all(map(operator.eq, map(self.external_key, range(len(template.keys))), template.keys))
 
     def _follows(self, template: "Template") -> bool:
         if self.backward_at is not None and (self.backward_at, tuple(self.grad_values)) != (template.backward_at, template.gradients):
@@ -1053,6 +1064,10 @@ def _same_leaves(one: tuple, other: tuple) -> bool:
 
 _STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice, type, Given)
 """Types of arguments and results that are part of a program's identity."""
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Most of those."""
 
 
 def _is_static(leaf: object) -> bool:

@@ -41,6 +41,11 @@ def leaves(tree: object) -> list[Any]:
     return found
 
 
+def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """`pytree.tree_unflatten`."""
+    return leaves[0] if spec.num_nodes == spec.num_leaves == 1 else pytree.tree_unflatten(leaves, spec)
+
+
 def map_only(kind: type, function: Callable, tree):
     """`pytree.tree_map_only`; a tree without such a leaf is given back as it is."""
     return _mapped(kind, function, tree) if any(isinstance(leaf, kind) for leaf in leaves(tree)) else tree

@@ -51,13 +51,28 @@ def to_device(tensor: torch.Tensor, item: Item, mesh: Mesh, *, copy: bool = True
     Raises:
         GraphError: the tensor has another shape or dtype than the item.
     """
-    if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
-        raise GraphError(
-            f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, "
-            f"got {tensor.dtype}{list(tensor.shape)}"
-        )
-    host = stored(numpy_view(tensor), item)
-    return place(host.shape, host.dtype, sharding(item, mesh), host.__getitem__, copy=copy)
+    return Uploader(item, mesh)(tensor, copy=copy)
+
+
+class Uploader:
+    """`to_device` for one item, which every step may upload: what does not depend on the tensor is worked out once."""
+
+    def __init__(self, item: Item, mesh: Mesh):
+        self.item = item
+        shape, self._dtype, self._layout = stored_shape(item), dtype_of(item), sharding(item, mesh)
+        self._size, self._is_stored_as_it_is = math.prod(shape) * self._dtype.itemsize, shape == item.shape and not orders(item)
+        self._placer = _placer(shape, self._dtype, self._layout)
+
+    def __call__(self, tensor: torch.Tensor, *, copy: bool = True) -> jax.Array:
+        item = self.item
+        if tensor.shape != item.shape or tensor.dtype != item.dtype:
+            raise GraphError(
+                f"{item.kind.value} {item.target!r} is {item.dtype}{list(item.shape)} in the compiled graph, "
+                f"got {tensor.dtype}{list(tensor.shape)}"
+            )
+        host = numpy_view(tensor)
+        block = (host if self._is_stored_as_it_is else stored(host, item)).__getitem__
+        return _placed(self._placer, self._size, self._layout, block, copy=copy)
 
 
 def to_codes(tensor: torch.Tensor, codes: Codes) -> torch.Tensor:
@@ -111,9 +126,13 @@ def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block:
         copy: returns when the blocks may be written again. A large array then has memory of the device's own, which a
             program that it is donated to can overwrite in place; a small one is copied on the host, six times faster.
     """
-    small = math.prod(shape) * dtype.itemsize <= SMALL_BYTES
+    return _placed(_placer(shape, dtype, layout), math.prod(shape) * dtype.itemsize, layout, block, copy=copy)
+
+
+def _placed(placer: Callable, size: int, layout: NamedSharding, block: Callable, *, copy: bool) -> jax.Array:
+    small = size <= SMALL_BYTES
     duplicate = np.array if copy and small else np.asarray
-    array = _placer(shape, dtype, layout)(lambda index: duplicate(block(index)))
+    array = placer(lambda index: duplicate(block(index)))
     if not copy or small:
         return array
     with x64():
@@ -123,7 +142,7 @@ def place(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding, block:
 
 
 _placer = functools.lru_cache(maxsize=1024)(placer)
-"""Every step uploads its batch: what only depends on the form of a tensor is worked out once."""
+"""What only depends on the form of a tensor is worked out once."""
 
 
 def from_blocks(read: Callable[[Index], np.ndarray], item: Item, mesh: Mesh) -> jax.Array:
