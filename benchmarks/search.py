@@ -1,8 +1,8 @@
 """Predicted against measured: every strategy of eight virtual CPU devices is estimated, compiled and run.
 
 The plan's hardware is this machine's, as `graphacc calibrate --devices 8` measured it (run that first; nothing is fitted on what is
-measured here). For each strategy: seconds of a step predicted and measured (the least of the rounds, in turn with steps of the chosen strategy, by
-which what the machine's speed changes meanwhile is taken out), bytes of a device predicted and as XLA has them. Below the table: Kendall's tau of the two orders, how much slower the chosen strategy is than the best measured, and how far
+measured here). For each strategy: seconds of a step predicted and measured (in turn with steps of the chosen strategy: the median over the rounds of how
+much longer than the step beside it one takes, so that what the machine's speed changes meanwhile is taken out), bytes of a device predicted and as XLA has them. Below the table: Kendall's tau of the two orders, how much slower the chosen strategy is than the best measured, and how far
 memory is off. The machine must be quiet.
 
     graphacc calibrate --devices 8
@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import resource
+import statistics
 import time
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -75,10 +76,9 @@ class Measured:
         return time.perf_counter() - start
 
 
-def beside(reference: Measured, other: Measured, rounds: int) -> tuple[float, float]:
-    """The least seconds of a step of both, in turn."""
-    steps = [(reference.step(), other.step()) for _ in range(rounds)]
-    return min(mine for mine, _ in steps), min(theirs for _, theirs in steps)
+def beside(reference: Measured, other: Measured, rounds: int) -> list[tuple[float, float]]:
+    """The seconds of steps of both, in turn."""
+    return [(reference.step(), other.step()) for _ in range(rounds)]
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -100,13 +100,13 @@ def compare(args: argparse.Namespace) -> None:
     chosen = [strategy for i, (_, strategy) in enumerate(everything) if i % args.every == 0 or strategy == plan.strategy]
     print(f"{'strategy':44}{'predicted ms':>13}{'measured ms':>12}{'ratio':>7}{'predicted MB':>13}{'XLA MB':>9}{'ratio':>7}")
     reference = Measured(make, plan.strategy, batch)
-    usual = min(reference.step() for _ in range(3 * args.rounds))
+    usual = statistics.median(reference.step() for _ in range(3 * args.rounds))
     for strategy in chosen:
         estimate = search.evaluate(strategy)
         other = Measured(make, strategy, batch)
-        now, seconds = beside(reference, other, args.rounds)
-        seconds, size = seconds * usual / now, other.bytes
-        rows.append(dict(strategy=str(strategy), predicted=estimate.seconds, measured=seconds, predicted_bytes=estimate.bytes_per_device, bytes=size, needed=search.needed(estimate), parts=estimate.parts()))
+        steps = beside(reference, other, args.rounds)
+        seconds, size = usual * statistics.median(theirs / mine for mine, theirs in steps), other.bytes
+        rows.append(dict(strategy=str(strategy), predicted=estimate.seconds, measured=seconds, steps=steps, predicted_bytes=estimate.bytes_per_device, bytes=size, needed=search.needed(estimate), parts=estimate.parts()))
         print(f"{strategy!s:44}{estimate.seconds * 1e3:13.1f}{seconds * 1e3:12.1f}{estimate.seconds / seconds:7.2f}{estimate.bytes_per_device / 1e6:13.1f}{size / 1e6:9.1f}{estimate.bytes_per_device / size:7.2f}", flush=True)
     best = min(row["measured"] for row in rows)
     mine = next(row for row in rows if row["strategy"] == str(plan.strategy))

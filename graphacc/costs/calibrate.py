@@ -46,6 +46,9 @@ _KINDS = {
 
 _TIMEOUT_SECONDS = 600
 
+_OF_MEMORY = 0.8
+"""A product whose bytes alone take this share of its time is bound by memory."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -119,7 +122,7 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     """The hardware whose times come closest to the measured ones.
 
     The peak of a dtype is the rate of its fastest product, and the efficiency by smallest dim the geometric mean over dtypes of the
-    other rates against it. The bandwidth is that of the largest stream, and smaller ones have their multiples of it. Of
+    other rates against it; a product that takes as long as its memory says nothing of the arithmetic. The bandwidth is that of the largest stream, and smaller ones have their multiples of it. Of
     collectives, meeting and seconds per byte of each kind, and the latency of all, are found by non-negative least squares of relative errors.
 
     Args:
@@ -134,15 +137,21 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
         """Seconds without the launch."""
         return max(item.seconds - launch, item.seconds / 2)
 
-    rates = {dtype: {item.dims: 2.0 * math.prod(item.dims or ()) / working(item) for item in of_kind["product"] if item.dtype == dtype} for dtype in ("fp32", "bf16")}
+    largest = max(item.size_bytes for item in of_kind["stream"])
+    streams = {item.size_bytes: item.size_bytes / working(item) for item in of_kind["stream"] if item.seconds > 3 * launch or item.size_bytes == largest}  # of shorter ones the launch is what was measured
+    bandwidth, sizes = streams[largest], sorted(streams)
+    rates: dict[str, dict[int, float]] = {"fp32": {}, "bf16": {}}
+    for item in of_kind["product"]:
+        memory = item.size_bytes / np.interp(math.log(max(item.size_bytes, 1)), np.log(sizes), [streams[size] for size in sizes])
+        if memory < _OF_MEMORY * working(item):
+            rates[item.dtype][min(item.dims or ())] = 2.0 * math.prod(item.dims or ()) / working(item)
+    if empty := [dtype for dtype, found in rates.items() if not found]:
+        raise GraphAccError(f"every measured product of {empty[0]} took as long as its memory: free the devices of other work and try again")
     peaks = {dtype: max(found.values()) for dtype, found in rates.items()}
     shares: dict[int, list[float]] = {}
     for dtype, found in rates.items():
-        for dims, rate in found.items():
-            shares.setdefault(min(dims or ()), []).append(rate / peaks[dtype])
-    largest = max(item.size_bytes for item in of_kind["stream"])
-    streams = {item.size_bytes: item.size_bytes / working(item) for item in of_kind["stream"] if item.seconds > 3 * launch or item.size_bytes == largest}  # of shorter ones the launch is what was measured
-    bandwidth = streams[largest]
+        for size, rate in found.items():
+            shares.setdefault(size, []).append(rate / peaks[dtype])
     is_cpu = name == "cpu"
     chip = Chip(
         name=name or re.sub(r"\W+", "-", device_kind),

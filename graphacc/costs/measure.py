@@ -2,10 +2,12 @@
 
     echo '{"num_devices": null, "quick": false}' | python -m graphacc.costs.measure     # the last line of its output is JSON
 
-All devices do the same at the same time, so that what is measured is what each gets while all run, also where they share cores.
+All devices do the same at the same time, so that what is measured is what each gets while all run, also where they share cores. Every round runs all
+programs, so that what else the machine does for a moment is in one of many rounds of each, and not in all rounds of one.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -42,16 +44,15 @@ class Measurement:
 class _Sizes:
     """What is measured."""
 
-    products: tuple[int, ...]  # smallest dims
-    width: int  # the other two dims
+    products: tuple[tuple[int, int], ...]  # (smallest dim, the other two dims)
     streams: tuple[int, ...]  # bytes of one array on one device
     collectives: tuple[int, ...]  # bytes
-    rounds: int  # the shortest of so many counts
+    rounds: int  # of which the shortest counts
 
 
-_ACCELERATOR = _Sizes(products=(64, 256, 1024, 4096, 8192), width=8192, streams=(2**20, 2**23, 2**26, 2**28), collectives=(2**16, 2**20, 2**24, 2**28), rounds=10)
-_CPU = _Sizes(products=(16, 64, 256, 1024), width=1024, streams=(2**14, 2**17, 2**19, 2**21), collectives=(2**14, 2**16, 2**18, 2**20, 2**22), rounds=9)
-_QUICK = _Sizes(products=(16, 256), width=256, streams=(2**14, 2**20), collectives=(2**14, 2**18, 2**21), rounds=3)
+_ACCELERATOR = _Sizes(products=tuple((size, 8192) for size in (64, 256, 1024, 4096, 8192)), streams=(2**20, 2**23, 2**26, 2**28), collectives=(2**16, 2**20, 2**24, 2**28), rounds=10)
+_CPU = _Sizes(products=((16, 256), (64, 256), (256, 256), (1024, 1024)), streams=(2**14, 2**17, 2**19, 2**21), collectives=(2**14, 2**16, 2**18, 2**20, 2**22), rounds=25)
+_QUICK = _Sizes(products=((16, 256), (256, 256)), streams=(2**14, 2**20), collectives=(2**14, 2**18, 2**21), rounds=3)
 
 
 def _chain_of_products(collective: Callable) -> Callable:
@@ -70,31 +71,60 @@ def _chain_of_products(collective: Callable) -> Callable:
     return chain
 
 
+class _Timed:
+    """A program of all devices, and the shortest time of a run."""
+
+    def __init__(self, run: Callable, arrays: tuple[jax.Array, ...]):
+        self._run, self._arrays, self._best = run, arrays, float("inf")
+        self._start()
+        start = time.perf_counter()
+        self._start()
+        self._count = max(1, round(0.005 / (time.perf_counter() - start)))  # runs of a round
+
+    def _start(self) -> None:
+        jax.block_until_ready(self._run(*self._arrays))
+
+    def round(self) -> None:
+        start = time.perf_counter()
+        for _ in range(self._count):
+            result = self._run(*self._arrays)
+        jax.block_until_ready(result)
+        self._best = min(self._best, (time.perf_counter() - start) / self._count)
+
+    def seconds(self, dispatch: float) -> float:
+        """Of one run, without what a program of no work takes."""
+        return max(self._best - dispatch, self._best / 10)
+
+
 class _Bench:
     def __init__(self, devices: list, sizes: _Sizes):
         self.sizes, self.num_devices = sizes, len(devices)
         pairs = 2 if len(devices) % 2 == 0 else 1
         self.mesh = Mesh(np.array(devices).reshape(-1, pairs), _ALL)
         self.sharding = NamedSharding(self.mesh, PartitionSpec(_ALL))
-        self.dispatch_seconds = 0.0
-        self.dispatch_seconds = self._seconds(lambda x: x, self._array((8,)))
+        self._programs: list[_Timed] = []
+        self._arrays: dict[tuple, jax.Array] = {}
+        self._idle = self._timed(lambda x: x, self._array((8,)))
 
     def run(self) -> list[Measurement]:
-        products = [self._product(size, dtype) for dtype in _DTYPES for size in self.sizes.products]
-        return [*products, *map(self._stream, self.sizes.streams), self._launch(), *self._collectives()]
+        found = [self._product(*dims, dtype) for dtype in _DTYPES for dims in self.sizes.products]
+        found += [*map(self._stream, self.sizes.streams), self._launch(), *self._collectives()]
+        for _ in range(self.sizes.rounds):
+            for program in self._programs:
+                program.round()
+        return [measured() for measured in found]
 
-    def _product(self, smallest: int, dtype: str) -> Measurement:
-        width = self.sizes.width
-
+    def _product(self, smallest: int, width: int, dtype: str) -> Callable[[], Measurement]:
         def chain(x, weight):
             for _ in range(_CHAIN):
                 x = lax.dot(x, weight, precision=lax.Precision.HIGHEST)
             return x
 
-        seconds = self._seconds(chain, self._array((smallest, width), dtype), self._array((width, width), dtype))
-        return Measurement(kind="product", seconds=seconds / _CHAIN, dtype=dtype, dims=(smallest, width, width))
+        timed = self._timed(chain, self._array((smallest, width), dtype), self._array((width, width), dtype))
+        size = (2 * smallest * width + width**2) * jnp.dtype(_DTYPES[dtype]).itemsize
+        return lambda: Measurement(kind="product", seconds=self._seconds(timed) / _CHAIN, dtype=dtype, dims=(smallest, width, width), size_bytes=size)
 
-    def _stream(self, size: int) -> Measurement:
+    def _stream(self, size: int) -> Callable[[], Measurement]:
         """Of one of several element-wise kernels as in training: each reads what was just written, and the later ones what the earlier ones have left, in turn.
 
         They are turns of loops, as XLA fuses what follows one another, on the CPU across `optimization_barrier` too.
@@ -113,10 +143,10 @@ class _Bench:
             state = x, jnp.zeros((_STREAMS, *x.shape), x.dtype)
             return lax.fori_loop(0, _STREAMS, backward, lax.fori_loop(0, _STREAMS, forward, state))[0]
 
-        seconds = self._seconds(there_and_back, self._array((size // 4,)))
-        return Measurement(kind="stream", seconds=seconds / (2 * _STREAMS), size_bytes=3 * size)
+        timed = self._timed(there_and_back, self._array((size // 4,)))
+        return lambda: Measurement(kind="stream", seconds=self._seconds(timed) / (2 * _STREAMS), size_bytes=3 * size)
 
-    def _launch(self) -> Measurement:
+    def _launch(self) -> Callable[[], Measurement]:
         """Of one of many small kernels, which cannot be fused."""
 
         def chain(x):
@@ -124,9 +154,10 @@ class _Bench:
                 x = lax.dot(x, x, precision=lax.Precision.HIGHEST)
             return x
 
-        return Measurement(kind="launch", seconds=self._seconds(chain, self._array((8, 8))) / _LAUNCHES)
+        timed = self._timed(chain, self._array((8, 8)))
+        return lambda: Measurement(kind="launch", seconds=self._seconds(timed) / _LAUNCHES)
 
-    def _collectives(self) -> list[Measurement]:
+    def _collectives(self) -> list[Callable[[], Measurement]]:
         if self.num_devices == 1:
             return []
         groups = {_ALL: self.num_devices}
@@ -139,17 +170,23 @@ class _Bench:
             "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
             "permute": self._to_the_next,
         }
-        found, without = [], {}
+        found: list[Callable[[], Measurement]] = []
+        without: dict[int, _Timed] = {}
         for axes, num_ranks in groups.items():
             for kind, collective in kinds.items():
                 for size in self.sizes.collectives[:: 1 if axes == _ALL else 2]:
                     count = size // 4 // num_ranks * num_ranks
                     length = count // num_ranks if kind == "all_gather" else count
                     if length not in without:
-                        without[length] = self._seconds(_chain_of_products(lambda x: x), *self._operands(length))
-                    seconds = self._seconds(_chain_of_products(lambda x, run=collective, axes=axes: run(x, axes)), *self._operands(length)) - without[length]
-                    found.append(Measurement(kind=kind, seconds=max(seconds, without[length] / 100) / _EXCHANGES, size_bytes=4 * count, num_ranks=num_ranks))
+                        without[length] = self._timed(_chain_of_products(lambda x: x), *self._operands(length))
+                    timed = self._timed(_chain_of_products(lambda x, run=collective, axes=axes: run(x, axes)), *self._operands(length))
+                    found.append(functools.partial(self._exchange, kind, timed, without[length], 4 * count, num_ranks))
         return found
+
+    def _exchange(self, kind: str, timed: _Timed, without: _Timed, size: int, num_ranks: int) -> Measurement:
+        products = self._seconds(without)
+        seconds = max(self._seconds(timed) - products, products / 100) / _EXCHANGES
+        return Measurement(kind=kind, seconds=seconds, size_bytes=size, num_ranks=num_ranks)
 
     def _operands(self, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         width = 256
@@ -163,25 +200,20 @@ class _Bench:
 
     def _array(self, shape: tuple[int, ...], dtype: str = "fp32") -> jax.Array:
         """On every device one of this shape, whose sums and products stay small."""
-        whole = (shape[0] * self.num_devices, *shape[1:])
-        return jax.jit(lambda: jnp.full(whole, 1 / shape[-1], _DTYPES[dtype]), out_shardings=self.sharding)()
+        if (shape, dtype) not in self._arrays:
+            whole = (shape[0] * self.num_devices, *shape[1:])
+            self._arrays[shape, dtype] = jax.jit(lambda: jnp.full(whole, 1 / shape[-1], _DTYPES[dtype]), out_shardings=self.sharding)()
+        return self._arrays[shape, dtype]
 
-    def _seconds(self, function: Callable, *arrays: jax.Array) -> float:
-        """Of one run on all devices, without what a program of no work takes."""
+    def _timed(self, function: Callable, *arrays: jax.Array) -> _Timed:
+        """A program that every round runs."""
         spec = PartitionSpec(_ALL)
         run = jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=tuple(spec for _ in arrays), out_specs=spec, check_vma=False))
-        jax.block_until_ready(run(*arrays))
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arrays))
-        count = max(1, round(0.005 / (time.perf_counter() - start)))
-        best = float("inf")
-        for _ in range(self.sizes.rounds):
-            start = time.perf_counter()
-            for _ in range(count):
-                result = run(*arrays)
-            jax.block_until_ready(result)
-            best = min(best, (time.perf_counter() - start) / count)
-        return max(best - self.dispatch_seconds, best / 10)
+        self._programs.append(_Timed(run, arrays))
+        return self._programs[-1]
+
+    def _seconds(self, program: _Timed) -> float:
+        return program.seconds(self._idle.seconds(0.0))
 
 
 def main() -> None:
