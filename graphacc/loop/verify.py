@@ -352,7 +352,7 @@ def _forward(engine: "Engine", run: _Run, start: Values, env: dict[int, Tensor],
         substitute(engine.model, {id(engine.handles[name].tensor): leaf for name, leaf in leaves.items()})
         for microbatch in range(count):
             env.clear()
-            whole = {i: build.microbatch(tape.sources[i], tape, i, count, microbatch).detach().clone() for i in run.batch} if count > 1 else run.batch
+            whole = {i: build.microbatch(tensor, tape, i, count, microbatch) for i, tensor in run.batch.items()} if count > 1 else run.batch
             batch = {i: tensor.clone() for i, tensor in whole.items()}  # the recorded code may write into it
             with keyed_randomness(microbatch_seed(tape, microbatch), tape.counter), torch.set_grad_enabled(grads), computing_in(strategy.precision, "cpu"):
                 tape.replay(tape.forward_calls, env, batch, TensorsNow(engine.model))

@@ -81,12 +81,25 @@ def read_early(model, optimizer):
         optimizer.zero_grad()
 
 
+def with_filled_targets(model, optimizer):
+    """Real and fake of a GAN: one tensor, which is written anew for the second call."""
+    target = torch.empty(BATCH)
+    for x, _ in data():
+        target.fill_(1.0)
+        real = F.binary_cross_entropy_with_logits(model(x)[:, 0], target)
+        target.fill_(0.0)
+        (real + F.binary_cross_entropy_with_logits(model(x * 0.5)[:, 0], target)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 STRATEGIES = [(None, {}), ("fsdp=2", {}), ("dp=2", {}), ("dp=2,microbatches=2", {}), (None, {"precision": "bf16"}), ("pp=2,microbatches=2", {})]
 RIGHT = [(loop, strategy, options) for strategy, options in STRATEGIES for loop in (plain, clipped, accumulated, read_early)]
+RIGHT += [(with_filled_targets, strategy, options) for strategy, options in STRATEGIES if strategy != "pp=2,microbatches=2"]  # stages are called once
 DEFAULT = [
     (loop, strategy, options)
     for loop, strategy, options in RIGHT
-    if strategy == "fsdp=2" or (loop is plain and strategy is None) or (loop is accumulated and strategy in ("dp=2,microbatches=2", "pp=2,microbatches=2"))
+    if strategy == "fsdp=2" or (loop is plain and strategy is None) or (loop in (accumulated, with_filled_targets) and strategy in ("dp=2,microbatches=2", "pp=2,microbatches=2"))
 ]
 """Every loop under one strategy, and bf16, microbatches and stages."""
 
