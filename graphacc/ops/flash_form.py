@@ -11,6 +11,7 @@ import enum
 MAX_CUDNN_HEAD = 128  # up to 128 on every chip since Ampere, forward and backward; more depends on chip and version
 MAX_PALLAS_HEAD = 256  # what was compiled: larger blocks outgrow a TPU core's scoped fast memory
 MIN_CUDNN_CAPABILITY = (8, 0)
+BLOCK = 512  # keys per step of the scan of `Form.BLOCKWISE`
 
 
 class Form(enum.Enum):

@@ -26,7 +26,7 @@ from graphacc import collector
 from graphacc._compat.torch_ import without_function_modes
 from graphacc.capture import stitch
 from graphacc.costs.hardware import Hardware
-from graphacc.costs.memory import predict_memory, released_bytes, saved_for_backward, working_bytes
+from graphacc.costs.memory import predict_memory, released_bytes, saved_for_backward, unchanged, working_bytes
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
@@ -517,6 +517,11 @@ class Search:
             bucket_mb=0,
         )
         local = self._local(self.reduced.step, plain)
+        with unchanged(local):
+            return self._read(local)
+
+    def _read(self, local: StepGraph) -> Profile:
+        """The profile of a program of one device."""
         cost = cost_of(local, self.hardware, self.reduced.count)
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
@@ -541,13 +546,14 @@ class Search:
         profile = self.estimate(strategy)
         update = self._update_in(strategy)
         local = self.program_of(strategy)
-        memory = predict_memory(local, cpu=self._is_cpu, planned=self._is_cpu)
+        with unchanged(local):
+            memory, cost = predict_memory(local, cpu=self._is_cpu, planned=self._is_cpu), cost_of(local, self.hardware)
         held = dict.fromkeys(Kind, 0)
         for node, item in zip(local.placeholders, local.inputs):
             held[item.kind] += value_bytes(node)
         returned = sum(value_bytes(node) for node, item in zip(local.results, local.outputs) if item.kind in RETURNED)
         found = evaluated(
-            cost_of(local, self.hardware),
+            cost,
             strategy,
             self.hardware,
             update_seconds=profile.update_seconds,

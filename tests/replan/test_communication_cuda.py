@@ -167,3 +167,16 @@ def test_a_table_is_summed_in_fp32(strategy):
     """Where the table's gradient is most of the temporaries."""
     predicted, found = large_vocabulary(f"{strategy},precision=bf16", 128)
     assert predicted == pytest.approx(found, rel=0.03), strategy
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4,tp=2,precision=bf16", "fsdp=8,precision=bf16", "dp=4,tp=2"])
+@pytest.mark.default_cases("fsdp=4,tp=2,precision=bf16", "dp=4,tp=2")
+def test_what_layers_keep_is_what_xla_keeps(strategy):
+    """Products of one factor joined, of which the gathers' barriers copy parts; cuDNN's attention without a copy of its result, or loops over keys; no SiLU."""
+    chosen = Strategy.parse(strategy)
+    with torch.device("meta"):
+        local = spread(captured(llama(layers=6, width=WIDTH, length=1024, vocabulary=512), 1024, chosen.precision), strategy)
+    mesh = h100.like(make_mesh(chosen, select_devices(chosen.num_devices)))
+    memory = Program.build(local, mesh, cache_dir=None, memory_plan="xla", compiler_options=h100.FAST).memory
+    found = memory.temp_bytes + memory.output_bytes - memory.alias_bytes
+    assert predict_memory(local).temporary_bytes == pytest.approx(found, rel=0.04), strategy

@@ -23,9 +23,8 @@ from graphacc.lowering.rules import flash_cudnn
 from graphacc.lowering.rules.matmul import dot
 from graphacc.lowering.rules.random import _bits
 from graphacc.ops.flash_attention import LARGE, EmptyRows
-from graphacc.ops.flash_form import Described, Form, choose
+from graphacc.ops.flash_form import BLOCK, Described, Form, choose
 
-BLOCK = 512  # keys per step of the scan
 _HEADS = ((0, 1), (0, 1))
 
 
