@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate",
         help="measure this machine's devices, for predictions of time",
         description="Measures products, streams and collectives on the devices that are here, prints what was found beside what the "
-        "fitted constants predict, and keeps the constants where Hardware.present() finds them. Takes half a minute; other work on "
+        "fitted constants predict, and keeps the constants where Hardware.present() finds them. Takes under a minute; other work on "
         "the devices falsifies it.",
     )
     measure.add_argument("--devices", type=int, metavar="N", help="how many; on a CPU, virtual ones (default: all that JAX shows)")

@@ -16,19 +16,26 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.fx
 
 import graphacc.ops  # noqa: F401  (registers the operators)
+from graphacc.costs.sizes import size_bytes, sizes
+from graphacc.costs.xla_gpu import (
+    ATTENTIONS,
+    BlockwiseAttentions,
+    as_sent,
+    is_given_so,
+    is_in_blocks,
+    joined_products,
+    scores_bytes,
+)
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.chunked import body_of
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, is_packed_factor, is_read_transposed, of_kind, padding_of_rows
-from graphacc.ops.flash_form import BLOCK, Described, Form, choose
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.order.solve import solve_order
@@ -36,15 +43,7 @@ from graphacc.passes.memory.problem import Buffer, Operator, Problem
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _REDUCE = torch.ops._c10d_functional.all_reduce.default
-_ATTENTION = torch.ops.graphacc.flash_attention.default
-_ATTENTIONS = frozenset({_ATTENTION, torch.ops.graphacc.flash_attention_backward.default})
-_PRODUCTS = frozenset({_aten.mm.default, torch.ops.graphacc.wide_mm.default})
-_ORDERED = of_kind(OpKind.ORDER)
-_CARRIES = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER) | {_aten.add.Tensor, _aten.cat.default, _aten.constant_pad_nd.default, operator.getitem, _WAIT}
-"""On the way of a gradient to the update, as of one of a parameter that is used twice."""
-
 _VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, _WAIT}
 """Operators whose result shares, or can share, the memory of their first operand."""
 
@@ -82,11 +81,9 @@ _EXPENSIVE = frozenset(
     }
 )
 _CYCLES: Mapping[object, int] = {_aten.tanh.default: 467, _aten.erf.default: 467, _aten.pow.Tensor_Scalar: 500}
-"""What XLA counts for an element on a GPU, of operators that take long; others take up to 170."""
+"""For an element on a GPU, of operators that take long; others take up to 170. That of tanh is in XLA's table for H100; those of erf and pow are taken to be like it."""
 _HIDDEN_CYCLES_PER_BYTE = 120
 """As many cycles for an element take as long as two kernels that read two tensors and write one, for each byte of an element of theirs (H100: 67e12 cycles and 3.35e12 bytes in a second)."""
-_JOINED_BYTES = 64 * 2**20
-"""XLA for GPUs joins products of one factor if factors and result of one of them are at most as large."""
 _REDUCTIONS = frozenset(
     {
         _aten.sum.dim_IntList,
@@ -135,9 +132,9 @@ def predict_memory(step: StepGraph, *, cpu: bool = False, planned: bool = False)
     if planned:
         ordered = max(temporary, _planned_peak(_with_collectives_in_order(step, problem)))
     return MemoryPrediction(
-        argument_bytes=sum(_size_bytes(node) for node in step.placeholders),
+        argument_bytes=sum(size_bytes(node) for node in step.placeholders),
         temporary_bytes=temporary,
-        output_bytes=sum(_size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
+        output_bytes=sum(size_bytes(node) for i, node in enumerate(step.results) if i not in donated),
         ordered_bytes=ordered,
     )
 
@@ -241,20 +238,20 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
     operators: list[Operator] = []
     made: dict[torch.fx.Node, range] = {}  # the buffers that a call creates
     places: dict[torch.fx.Node, frozenset[int]] = {}  # the buffers that are read where a node's value is used
-    attentions = _BlockwiseAttentions()
-    groups = {} if cpu else _joined(step)
+    attentions = BlockwiseAttentions()
+    groups = {} if cpu else joined_products(step)
     joined: dict[tuple[torch.fx.Node, ...], int] = {}  # products that are computed as one -> the buffer of that
-    for node in step.graph.nodes if cpu else _as_sent(step, groups, late=late):
+    for node in step.graph.nodes if cpu else as_sent(step, groups, late=late):
         if not cpu and node.target is _WAIT and node.all_input_nodes[0].target is not _REDUCE:  # what is sent stays until then
             sent = node.all_input_nodes[0].all_input_nodes
             operators.append(Operator(name=node.name, reads=tuple(sorted(frozenset().union(*(places[operand] for operand in sent)))), writes=()))
         again = _repeated_for(node) if cpu else None
         reads = frozenset().union(*(places[operand] for operand in (node if again is None else again).all_input_nodes))
-        base = node.args[0] if node.op == "call_function" and (node.target in _VIEWS or _is_computed_so(node) or (not cpu and _is_given_so(node))) else None
+        base = node.args[0] if node.op == "call_function" and (node.target in _VIEWS or _is_computed_so(node) or (not cpu and is_given_so(node))) else None
         if (group := groups.get(node)) is not None:
             if group not in joined:
                 joined[group] = len(buffers)
-                buffers.append(Buffer(name=node.name, size=sum(map(_size_bytes, group))))
+                buffers.append(Buffer(name=node.name, size=sum(map(size_bytes, group))))
                 operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=(joined[group],)))
                 reads = frozenset()
             reads |= {joined[group]}
@@ -264,19 +261,19 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
             places[node] = frozenset({made[base][node.args[1]]})
         elif base is not None and again is None:
             places[node] = places[base]
-        elif base is None and computed_on_the_fly(node, sources=None if cpu else sum(buffers[number].size >= _size_bytes(node) for number in reads)):
+        elif base is None and computed_on_the_fly(node, sources=None if cpu else sum(buffers[number].size >= size_bytes(node) for number in reads)):
             places[node] = reads
         elif group is not None and _is_read_by_fusions(node):
             places[node] = frozenset({joined[group]})
             operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=()))
         else:
-            made[node] = range(len(buffers), len(buffers) + len(_sizes(node)))
+            made[node] = range(len(buffers), len(buffers) + len(sizes(node)))
             places[node] = frozenset(made[node])
             widened = 2 if not cpu and _is_summed_wide(node) else 1
-            buffers += [Buffer(name=node.name, size=widened * size) for size in _sizes(node)]
+            buffers += [Buffer(name=node.name, size=widened * size) for size in sizes(node)]
             workspace = loop_bytes(node)
-            if not cpu and node.target in _ATTENTIONS and _is_in_blocks(node):
-                workspace = _scores_bytes(node)
+            if not cpu and node.target in ATTENTIONS and is_in_blocks(node):
+                workspace = scores_bytes(node)
                 reads |= attentions.add(node, made[node], buffers, place=len(operators))
             operators.append(Operator(name=node.name, reads=tuple(sorted(reads)), writes=tuple(range(made[node].start, len(buffers))), workspace=workspace))
     for number in frozenset().union(*(places[node] for node in step.results)) - frozenset(joined.values()):
@@ -287,190 +284,9 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
     return Problem(operators=tuple(operators), buffers=tuple(buffers))
 
 
-def _as_sent(step: StepGraph, groups: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]], *, late: bool) -> Iterable[torch.fx.Node]:
-    """The nodes in the order in which XLA for GPUs begins them: a weight is gathered as soon as what the gather waits for is there, behind what is computed meanwhile,
-    and products that are joined (`groups`) are together; `late` as of `_problem`."""
-    place = {node: i for i, node in enumerate(step.graph.nodes)}
-    ready: dict[torch.fx.Node, int] = {}  # parameters, and what is made of these alone -> the place of the last of what they wait for
-    begun: dict[int, list[torch.fx.Node]] = collections.defaultdict(list)  # place -> the gathers that begin there
-    for node in step.graph.nodes:
-        waits = node.all_input_nodes[1:] if node.target in _ORDERED else []
-        made_of = node.all_input_nodes[:1] if waits else node.all_input_nodes
-        if node.op == "output" or any(operand not in ready for operand in made_of) or (node.op == "call_function" and not made_of):
-            continue
-        last = max((*(ready[operand] for operand in made_of), *(place[wait] for wait in waits)), default=-1)
-        if node.target is _GATHER and last >= 0:
-            begun[last].append(node)
-        elif "move" not in node.meta and node.target is not _WAIT:
-            ready[node] = last
-    put_off, behind = {} if late else _put_off(step), collections.defaultdict(list)
-    for product, other in put_off.items():
-        behind[other].append(product)
-    found: dict[torch.fx.Node, None] = {}
-    last = _for_update(step) if late else put_off
-    for node in itertools.chain((node for node in step.graph.nodes if node not in last), (node for node in step.graph.nodes if node in last)):
-        work = [node]
-        while work:
-            unmade = [operand for operand in work[-1].all_input_nodes if operand not in found]
-            if unmade:
-                work += unmade
-            elif (one := work.pop()) not in found:
-                found[one] = None
-                work += reversed([*begun.get(place[one], []), *groups.get(one, ()), *behind[one]])
-    return found
-
-
-def _put_off(step: StepGraph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Products that the backward does not read -> the product behind them of the same gradient, which it reads, and which XLA for GPUs computes first."""
-    products = [node for node in step.graph.nodes if node.target in _PRODUCTS and node.meta.get("phase") is Phase.BACKWARD]
-    readers: dict[torch.fx.Node, list[torch.fx.Node]] = collections.defaultdict(list)
-    for product in products:
-        for factor in product.all_input_nodes[:2]:
-            readers[_described_factor(factor)[0]].append(product)
-    waiting = {product for product in products if not _is_read_by_backward(product)}
-    found: dict[torch.fx.Node, torch.fx.Node] = {}
-    for source, them in readers.items():
-        if source.meta.get("phase") is Phase.BACKWARD:
-            found |= {product: other for product in them if product in waiting for other in them if other not in waiting and product < other}
-    return found
-
-
-def _for_update(step: StepGraph) -> set[torch.fx.Node]:
-    """Products that the backward does not read, what is made for them alone, such as gathered factors, what carries them, and the update."""
-    found = {node for node in step.graph.nodes if node.target in _PRODUCTS and node.meta.get("phase") is Phase.BACKWARD and not _is_read_by_backward(node)}
-    for node in reversed([*step.graph.nodes]):
-        if node.users and node.meta.get("phase") is Phase.BACKWARD and found.issuperset(node.users):
-            found.add(node)
-    for node in step.graph.nodes:
-        is_way = (node.target in _CARRIES and node.target not in _ORDERED) or "move" in node.meta
-        if node.op == "output" or node.meta.get("phase") is Phase.UPDATE or (is_way and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
-def _is_read_by_backward(gradient: torch.fx.Node) -> bool:
-    """Whether a call of the backward computes with it, but for what carries it to the update."""
-    left, seen = [gradient], {gradient}
-    while left:
-        for user in left.pop().users:
-            if user in seen or user.op == "output" or user.meta["phase"] is Phase.UPDATE or (user.target in _ORDERED and user.args[0] not in seen):
-                continue
-            if user.target not in _CARRIES and "move" not in user.meta:
-                return True
-            seen.add(user)
-            left.append(user)
-    return False
-
-
-def _joined(step: StepGraph) -> dict[torch.fx.Node, tuple[torch.fx.Node, ...]]:
-    """Products -> those that XLA for GPUs computes as one with them: they have a factor in common, none is made of another one, and one of any two is small (its pass DotMerger)."""
-    classes: dict[tuple, list[torch.fx.Node]] = collections.defaultdict(list)
-    for node in step.graph.nodes:
-        if node.target in _PRODUCTS:
-            for side, factor in enumerate(node.all_input_nodes[:2]):
-                classes[(side, node.target, *_described_factor(factor))].append(node)
-    classes = {key: products for key, products in classes.items() if len(products) > 1}
-    bits = {product: 1 << i for i, product in enumerate(dict.fromkeys(itertools.chain(*classes.values())))}
-    made_of: dict[torch.fx.Node, int] = {}  # node -> the products that it is made of, as a mask
-    for node in step.graph.nodes:
-        made_of[node] = functools.reduce(operator.or_, (made_of[operand] | bits.get(operand, 0) for operand in node.all_input_nodes), 0)
-    groups: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}
-    for (side, *_), products in classes.items():
-        left = [product for product in products if product not in groups]
-        while left:
-            first = left.pop(0)
-            group, size, mask, behind = [first], _product_bytes(first), bits[first], made_of[first]
-            for product in list(left):
-                small = min(size, _product_bytes(product)) <= _JOINED_BYTES
-                if small and not made_of[product] & mask and not behind & bits[product]:
-                    size += _product_bytes(product) - _size_bytes(product.all_input_nodes[side])
-                    mask, behind = mask | bits[product], behind | made_of[product]
-                    group.append(product)
-                    left.remove(product)
-            if len(group) > 1:
-                groups |= dict.fromkeys(group, tuple(group))
-    return groups
-
-
-def _described_factor(node: torch.fx.Node) -> tuple:
-    """What is equal for factors that are the same matrix."""
-    shape, transposed = tuple(node.meta["val"].shape), False
-    while node.op == "call_function" and (node.target in _RESHAPES or (node.target in _TRANSPOSES and node.meta["val"].dim() == 2)):
-        transposed ^= node.target in _TRANSPOSES
-        node = node.all_input_nodes[0]
-    return node, shape, transposed
-
-
-def _product_bytes(product: torch.fx.Node) -> int:
-    """Of factors and result."""
-    return _size_bytes(product) + sum(map(_size_bytes, product.all_input_nodes[:2]))
-
-
 def _is_read_by_fusions(node: torch.fx.Node) -> bool:
     """Whether all users of a part of a joined product can read it there."""
     return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in _users(node))
-
-
-@dataclasses.dataclass
-class _BlockwiseAttentions:
-    """What attentions in blocks of keys store on GPUs besides their results: loops, which begin with zeros that XLA makes for all loops at once where the first of them begins."""
-
-    keys: dict[torch.fx.Node, int] = dataclasses.field(default_factory=dict)  # attention -> buffer of its keys cut in blocks, for the backward, which reads them uncut, too
-    zeros: dict[tuple, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)  # shape -> operator that makes the zeros of this shape, and their buffers
-
-    def add(self, node: torch.fx.Node, results: range, buffers: list[Buffer], *, place: int) -> frozenset[int]:
-        """Add the buffers of a call that is the operator at `place`; returns those that it reads."""
-        q, k, v = _attended(node)
-        if node.target is _ATTENTION:
-            self.keys[node] = len(buffers)
-            buffers.append(Buffer(name=node.name, size=k.numel() * k.dtype.itemsize))
-            self._begin((*q.shape[:3], v.shape[-1]), len(buffers), place)
-            buffers.append(Buffer(name=node.name, size=4 * math.prod((*q.shape[:3], v.shape[-1]))))
-            return frozenset()
-        self._begin((*q.shape,), results[0], place)
-        for number, value in zip(results[1:3], (k, v)):
-            self._begin((BLOCK, *value.shape), number, place)
-        return frozenset(self.keys[maker] for out in node.all_input_nodes for maker in out.all_input_nodes[:1] if out.target is operator.getitem and maker in self.keys)
-
-    def _begin(self, shape: tuple, number: int, place: int) -> None:
-        self.zeros.setdefault(shape, (place, []))[1].append(number)
-
-
-def _is_in_blocks(node: torch.fx.Node) -> bool:
-    """Whether an attention on a GPU is a loop over several blocks of keys."""
-    return _attention_form(node) is Form.BLOCKWISE and _attended(node)[1].shape[2] > BLOCK
-
-
-def _scores_bytes(node: torch.fx.Node) -> int:
-    """Of a block of keys, and of what is made of them."""
-    return 2 * 4 * BLOCK * math.prod(_attended(node)[0].shape[:3])
-
-
-def _attended(node: torch.fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of an attention, or of its backward."""
-    args: Any = node.args
-    q, k, v = args[:3] if node.target is _ATTENTION else args[1:4]
-    return q.meta["val"], k.meta["val"], v.meta["val"]
-
-
-def _attention_form(node: torch.fx.Node) -> Form:
-    """Of a call of `graphacc::flash_attention` or its backward on a GPU."""
-    args: Any = node.args
-    *_, bias, q_segments, left, right, dropout = (*args[:5], args[8], args[9], args[12]) if node.target is _ATTENTION else (*args[1:6], args[11], args[12], args[15])
-    call = Described.of(*_attended(node), bias=bias, q_segments=q_segments, left=left, right=right, dropout=dropout)
-    return choose("cuda", call).form
-
-
-def _is_given_so(node: torch.fx.Node) -> bool:
-    """Whether a copy of transposed heads is how cuDNN's attention writes its result: as [B, T, H, D]."""
-    if node.target is not _aten.clone.default or node.all_input_nodes[0].target not in _TRANSPOSES:
-        return False
-    transposed = node.all_input_nodes[0]
-    out = transposed.all_input_nodes[0]
-    if out.target is not operator.getitem or (attention := out.all_input_nodes[0]).target is not _ATTENTION or _attention_form(attention) is not Form.CUDNN:
-        return False
-    b, h, t, d = out.meta["val"].shape
-    return tuple(transposed.meta["val"].shape) == (b, t, h, d)
 
 
 def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
@@ -569,7 +385,7 @@ def loop_bytes(node: torch.fx.Node) -> int:
     wider = sum(
         value.meta["val"].numel() * body.accumulates_in(i).itemsize for i, value in enumerate(body.values) if body.accumulates_in(i) is not value.meta["val"].dtype
     )
-    return inside + sum(map(_size_bytes, body.values)) + wider
+    return inside + sum(map(size_bytes, body.values)) + wider
 
 
 def computed_on_the_fly(node: torch.fx.Node, *, sources: int | None = None) -> bool:
@@ -600,8 +416,8 @@ def _may_be_repeated(node: torch.fx.Node, sources: int | None) -> bool:
     """Whether each of several users computes the value for itself: XLA weighs the work, and the bytes that are read again."""
     if sources is not None:
         return sources <= 1 and _CYCLES.get(node.target, 0) <= _HIDDEN_CYCLES_PER_BYTE * node.meta["val"].dtype.itemsize
-    size = _size_bytes(node)
-    return node.target not in _EXPENSIVE and sum(_size_bytes(operand) >= size for operand in node.all_input_nodes) <= 1
+    size = size_bytes(node)
+    return node.target not in _EXPENSIVE and sum(size_bytes(operand) >= size for operand in node.all_input_nodes) <= 1
 
 
 def _is_fusible(node: torch.fx.Node) -> bool:
@@ -609,14 +425,3 @@ def _is_fusible(node: torch.fx.Node) -> bool:
     if target in _COMPUTED_ON_THE_FLY:
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-
-
-def _sizes(node: torch.fx.Node) -> list[int]:
-    """Bytes of each value that a node returns."""
-    values = node.meta["val"]
-    values = values if isinstance(values, (tuple, list)) else [values]
-    return [math.prod(v.shape) * v.dtype.itemsize if isinstance(v, torch.Tensor) else 0 for v in values]
-
-
-def _size_bytes(node: torch.fx.Node) -> int:
-    return sum(_sizes(node))

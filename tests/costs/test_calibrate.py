@@ -12,6 +12,7 @@ import pytest
 from graphacc import cli
 from graphacc.costs import Hardware, Level
 from graphacc.costs.calibrate import calibrate, fit, predict, preset_name
+from graphacc.costs.hardware import PRESETS
 from graphacc.costs.measure import Measurement
 from graphacc.errors import StrategyError
 
@@ -57,6 +58,18 @@ def test_constants_are_found_again():
     assert dict(found.collective_shares) == pytest.approx({"reduce_scatter": 1.0, "all_reduce": 1.0, "all_to_all": 0.5, "permute": 1.0}, rel=1e-3)
     assert dict(found.collective_meetings) == pytest.approx(dict.fromkeys(("reduce_scatter", "all_reduce", "all_to_all", "permute"), 4.4e-6), rel=1e-3)
     assert found.error <= 0.01
+
+
+@pytest.mark.parametrize("sizes, found", [((64, 256, 8192), {256: 0.5, 8192: 1.0}), ((64,), {64: 1.0})], ids=["among others", "nothing else"])
+def test_a_product_that_memory_bounds_says_nothing_of_the_arithmetic(sizes, found):
+    """Its rate would be taken for the arithmetic's, and its bytes be counted again; unless there is nothing else to take the peak from."""
+    chip = dataclasses.replace(PRESETS["H100"].chip, product_efficiency=((256, 0.5), (8192, 1.0)), stream_rates=())
+    known = Hardware.parse("8xH100").replace(chip=chip)
+    products = [Measurement(kind="product", seconds=0, dtype=dtype, dims=(size, 8192, 8192), size_bytes=2**28) for dtype in ("fp32", "bf16") for size in sizes]
+    asked = [*products, Measurement(kind="stream", seconds=0, size_bytes=2**28), Measurement(kind="launch", seconds=0)]
+    timed = [dataclasses.replace(item, seconds=predict(item, known)) for item in asked]
+    timed = [dataclasses.replace(item, seconds=2**28 / (0.8 * 3.35e12)) if (item.dims or (0,))[0] == 64 else item for item in timed]
+    assert dict(fit(timed, "NVIDIA H100 80GB HBM3", 8).chip.product_efficiency) == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.matrix
