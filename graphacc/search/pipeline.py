@@ -277,7 +277,7 @@ def chunks_of_segments(segments: Sequence[Segment], estimates: Sequence[ChunkCos
                 parameter_bytes=sum(kept[Kind.PARAM].values()),
                 other_bytes=sum(kept[Kind.BUFFER].values()) + strategy.microbatches * sum(kept[Kind.BATCH].values()),
                 held_bytes=sum(sizes[target] for target in held),
-                working_bytes=max(predict_memory(segment.step).temporary_bytes + _fresh_bytes(segment) for segment in mine.values()),
+                working_bytes=max(predict_memory(segment.step, cpu=hardware.shared_cores > 0).temporary_bytes + _fresh_bytes(segment) for segment in mine.values()),
                 sent_bytes=float(sent),
             )
         )
