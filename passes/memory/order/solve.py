@@ -155,7 +155,7 @@ class _Search:
         """One attempt: at the bound itself; then to raise the bound, roughly; then to close in from both sides."""
         peak = self._reduced_peak()
         low, refused = self.reduced_bound, max(self.reduced_bound, self.refused)
-        step = int(STEP * low)
+        step = max(int(STEP * low) - self.reduction.loss, 1)  # what is proved or found at it closes the gap of the whole graph, too
         if self.attempts == 0:
             self._attempt(low)
         elif min(peak, self.unproved) - low > COARSE * step and not self.num_together:
