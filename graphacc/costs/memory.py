@@ -3,7 +3,7 @@
 Counted is what a compiler stores: views share their base's memory, an element-wise operator whose users can all compute it
 on the fly is never stored (its operands live longer instead; but XLA repeats for several users only what is cheap and reads one
 tensor of its size), an operator that works element by element writes over an operand that nothing else reads, and an output that
-replaces an input is written in place. The order is the program's, on CPUs the best of a few quick ones, or planned as the compiled program's is.
+replaces an input is written in place. On CPUs what waits for another value is a copy. The order is the program's, on CPUs the best of a few quick ones, or planned as the compiled program's is.
 
 On GPUs XLA joins small products of one factor, of which parts are copied only for readers that are no fusions; a sum over ranks is written over its operand; cuDNN's attention
 writes heads as the next product reads them, other attention is a loop whose zeros all loops' first one makes; and of two products of a gradient the one that the backward
@@ -18,6 +18,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -44,6 +45,7 @@ from graphacc.passes.memory.problem import Buffer, Operator, Problem
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _REDUCE = torch.ops._c10d_functional.all_reduce.default
+_AFTER = torch.ops.graphacc.after.default
 _VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, _WAIT}
 """Operators whose result shares, or can share, the memory of their first operand."""
 
@@ -247,7 +249,14 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
             operators.append(Operator(name=node.name, reads=tuple(sorted(frozenset().union(*(places[operand] for operand in sent)))), writes=()))
         again = _repeated_for(node) if cpu else None
         reads = frozenset().union(*(places[operand] for operand in (node if again is None else again).all_input_nodes))
-        base = node.args[0] if node.op == "call_function" and (node.target in _VIEWS or _is_computed_so(node) or (not cpu and is_given_so(node))) else None
+        waits = _copied_and_awaited(node) if cpu else None
+        if waits is not None:
+            value, awaited = waits
+            reads = places[value] | {len(buffers)}
+            operators.append(Operator(name=node.name, reads=tuple(sorted(places[awaited])), writes=(len(buffers),)))
+            buffers.append(Buffer(name=node.name, size=awaited.meta["val"].dtype.itemsize))
+        is_view = node.op == "call_function" and waits is None and (node.target in _VIEWS or _is_computed_so(node) or (not cpu and is_given_so(node)))
+        base = node.args[0] if is_view else None
         if (group := groups.get(node)) is not None:
             if group not in joined:
                 joined[group] = len(buffers)
@@ -261,7 +270,7 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
             places[node] = frozenset({made[base][node.args[1]]})
         elif base is not None and again is None:
             places[node] = places[base]
-        elif base is None and computed_on_the_fly(node, sources=None if cpu else sum(buffers[number].size >= size_bytes(node) for number in reads)):
+        elif base is None and computed_on_the_fly(node, cpu=cpu, sources=None if cpu else sum(buffers[number].size >= size_bytes(node) for number in reads)):
             places[node] = reads
         elif group is not None and _is_read_by_fusions(node):
             places[node] = frozenset({joined[group]})
@@ -287,6 +296,16 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
 def _is_read_by_fusions(node: torch.fx.Node) -> bool:
     """Whether all users of a part of a joined product can read it there."""
     return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in _users(node))
+
+
+def _copied_and_awaited(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
+    """The operands of `graphacc::after`: what is given, and what it waits for; None for other calls, and where nothing is waited for.
+
+    XLA:CPU drops barriers. There the first operand is xor-ed with a zero, which is made of one element of the second one (`graphacc.lowering.hidden_zero`): an
+    element-wise operator, which makes a copy of a parameter's part before that is gathered.
+    """
+    args: Any = node.args
+    return (args[0], args[1]) if node.target is _AFTER and args[1].meta["val"].numel() else None
 
 
 def _with_collectives_in_order(step: StepGraph, problem: Problem) -> Problem:
@@ -336,7 +355,7 @@ def _in_place(operators: Sequence[Operator], buffers: Sequence[Buffer], made: Ma
     stands_in: dict[int, int] = {}  # buffer -> the one that it takes the memory of
     behind: dict[int, tuple[int, ...]] = {}  # operator that does so -> the other ones that read that buffer
     for node, (own, *others) in made.items():
-        if others or not (_is_fusible(node) or (node.target is _REDUCE and not cpu)):
+        if others or not (_is_fusible(node, cpu=cpu) or (node.target is _REDUCE and not cpu)):
             continue
         for operand in _elementwise_operands(node, made, _VIEWS if node.target is _REDUCE else _IN_ORDER):  # a layout is chosen for what is sent
             (number, *more) = made[operand]
@@ -388,14 +407,15 @@ def loop_bytes(node: torch.fx.Node) -> int:
     return inside + sum(map(size_bytes, body.values)) + wider
 
 
-def computed_on_the_fly(node: torch.fx.Node, *, sources: int | None = None) -> bool:
+def computed_on_the_fly(node: torch.fx.Node, *, cpu: bool = False, sources: int | None = None) -> bool:
     """Whether a call's result is never stored, since all its users can compute it for themselves.
 
     Args:
+        cpu: in a program for CPUs, where what waits for another value is made element by element (`_copied_and_awaited`), of what is stored.
         sources: in a program for GPUs, the stored tensors of at least its size that it is made of. Users are then also those of another shape of it, and what takes
             long is computed again as long as memory takes longer.
     """
-    if node.op != "call_function" or not _is_fusible(node) or not node.users:
+    if node.op != "call_function" or not _is_fusible(node, cpu=cpu) or not node.users:
         return False
     users = list(node.users if sources is None else _users(node))
     if len(users) > 1 and not _may_be_repeated(node, sources):
@@ -417,11 +437,12 @@ def _may_be_repeated(node: torch.fx.Node, sources: int | None) -> bool:
     if sources is not None:
         return sources <= 1 and _CYCLES.get(node.target, 0) <= _HIDDEN_CYCLES_PER_BYTE * node.meta["val"].dtype.itemsize
     size = size_bytes(node)
-    return node.target not in _EXPENSIVE and sum(size_bytes(operand) >= size for operand in node.all_input_nodes) <= 1
+    read = node.all_input_nodes[:1] if node.target is _AFTER else node.all_input_nodes
+    return node.target not in _EXPENSIVE and sum(size_bytes(operand) >= size for operand in read) <= 1
 
 
-def _is_fusible(node: torch.fx.Node) -> bool:
+def _is_fusible(node: torch.fx.Node, *, cpu: bool = False) -> bool:
     target = node.target
-    if target in _COMPUTED_ON_THE_FLY:
+    if target in _COMPUTED_ON_THE_FLY or (cpu and target is _AFTER):
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

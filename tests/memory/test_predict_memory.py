@@ -97,6 +97,16 @@ def test_what_nothing_else_reads_is_written_over(reads_again, stored):
     assert predict_memory(step(compute), cpu=True, planned=True).temporary_bytes == stored
 
 
+@pytest.mark.parametrize("target, args, stored", [(aten.neg, (), [0, 4]), (aten.cumsum, (0,), [BYTES, 2 * BYTES])], ids=["element by element", "otherwise"])
+def test_what_waits_is_a_copy_on_a_cpu(target, args, stored):
+    """Made of `x` and of one word of what it waits for, unless who reads it computes it on the fly."""
+
+    def compute(call, x, y):
+        return call(target.default, call(torch.ops.graphacc.after.default, x, y), *args), y
+
+    assert [predict_memory(step(compute), cpu=cpu, planned=True).temporary_bytes for cpu in (False, True)] == stored
+
+
 @pytest.mark.parametrize("rows, stored", [(8, 4), (8192, 3)], ids=["small", "large"])
 def test_small_products_of_one_factor_are_one_on_a_gpu(rows, stored):
     """A sum reads its part of that where it is, and keeps all of it; a product reads a copy of its part."""
