@@ -53,6 +53,9 @@ _LOOKS_UP = of_kind(OpKind.LOOKUP) | {_ops.shard.default}
 
 _COPIES = of_kind(OpKind.CAST, OpKind.SAME)
 
+_WAITS = of_kind(OpKind.ORDER)
+"""Barriers: they read nothing of what they wait for."""
+
 _COLLECTIVES = frozenset({"_c10d_functional"})
 
 _FUSED = 8
@@ -185,7 +188,7 @@ def _communicates(node: torch.fx.Node) -> bool:
 
 
 def _shares_memory(node: torch.fx.Node) -> bool:
-    return node.target is _ops.after.default or is_view(node)
+    return node.target in _WAITS or is_view(node)
 
 
 def _product(node: torch.fx.Node) -> tuple[float, tuple[int, int, int] | None]:

@@ -10,7 +10,8 @@ What enters the update takes the layout of the optimizer's state for its shape, 
 whole, so that Muon's iteration gathers once.
 
 Along a model-parallel axis (`ModelParallel`) it is otherwise: a split parameter is used as it is placed, and a partial activation is
-summed as late as moves and additions allow and then once, so that a block costs what Megatron-LM's does.
+summed as late as moves and additions allow and then once, so that a block costs what Megatron-LM's does. What a token's experts give is
+weighted and added before, and copies of a token that go to them are made behind its gather.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from graphacc.ops.facts import LAYOUT_KINDS, OpKind, draws, of_kind
+from graphacc.ops.facts import LAYOUT_KINDS, OpKind, draws, facts, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.passes.edit import constant, description, only_user
@@ -42,6 +43,9 @@ _CASTS = of_kind(OpKind.CAST, OpKind.SAME, OpKind.ORDER)
 _MOVES = of_kind(OpKind.PERMUTE, OpKind.RESHAPE)
 _DEFERS = _CASTS | of_kind(*LAYOUT_KINDS) | {aten.neg.default, aten.add.Tensor, aten.sub.Tensor}
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_GROUPED = torch.ops.graphacc.grouped_mm.default
+_CARRIES = of_kind(OpKind.CAST, OpKind.SAME, OpKind.PERMUTE, OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.EXPAND)
+"""Operators of one operand, whose elements are all that their result has."""
 Presented = Callable[[torch.fx.Node, torch.fx.Node], Placement]  # operand, its user -> the placement in which the user's rule sees it
 Layout = Callable[[tuple[int, ...]], Shard | None]  # the optimizer's layout for tensors of a shape
 
@@ -136,6 +140,7 @@ class Assigner:
         self.made: dict[torch.fx.Node, list[Placement]] = {}  # the placements in which a value exists; noted along model-parallel axes
         self.restores: dict[torch.fx.Node, tuple[Placement | None, ...]] = {}
         self.weights: set[torch.fx.Node] = set()
+        self.rows: dict[torch.fx.Node, torch.dtype] = {}  # partial rows of experts, several of a token, and their partial sums over these -> dtype of the product
         self.kept: set[tuple] = set()  # shapes and placements of the inputs
         self.grads = {
             node: outputs[item.kind, item.target]
@@ -214,6 +219,7 @@ class Assigner:
             self._resolve_operands(node)
         self._apply(node, *self._decide(node, self._presented))
         self._settle(node)
+        self._note_rows_of_experts(node)
         if node.name in self.pins and isinstance(node.meta["val"], torch.Tensor):
             self.value(node, self.pins[node.name])
             self.home[node] = self.pins[node.name]
@@ -224,6 +230,8 @@ class Assigner:
     def _resolve_operands(self, node: torch.fx.Node) -> None:
         """Sum up partial operands, unless the node only moves or adds what is partial."""
         partial = [operand for operand in node.all_input_nodes if self._is_partial(operand)]
+        if len(partial) == 1 and partial[0] in self.rows and facts(node.target).linear:
+            return
         if node.target in _DEFERS and (node.target not in _SUMS or len(partial) == len(node.all_input_nodes) == 2):
             return
         for operand in partial:
@@ -231,6 +239,13 @@ class Assigner:
             to = REPLICATE if split is None else split
             self.value(operand, to)
             self.home[operand] = to
+
+    def _note_rows_of_experts(self, node: torch.fx.Node) -> None:
+        if self.model is None or not self._is_partial(node):
+            return
+        dtypes = [node.meta["val"].dtype] if node.target is _GROUPED else [self.rows[operand] for operand in node.all_input_nodes if operand in self.rows]
+        if dtypes:
+            self.rows[node] = dtypes[0]
 
     def _is_partial(self, operand: torch.fx.Node) -> bool:
         return isinstance(self.home[operand], Partial)
@@ -379,7 +394,10 @@ class Assigner:
         plan = found(call)
         if not isinstance(plan, Dims):
             return plan
-        counts_sums = self.model is not None and call.phase is Phase.BACKWARD
+        rows = next((operand for operand in call.operands if operand.node in self.rows and isinstance(operand.placement, Partial)), None)
+        if rows is not None and target in DTYPE_CASTS and call.results[0].dtype == self.rows[rows.node]:
+            return Plan((rows.placement,), rows.placement)  # no narrower than the products, whose sums would be as narrow
+        counts_sums = self.model is not None and call.phase is Phase.BACKWARD and rows is None
         pin = self.pins.get(call.node.name)
         pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None
         return choose(call, plan, counts_sums=counts_sums, adds_once=self.adds_once) if pinned is None else pinned
@@ -443,7 +461,7 @@ class Assigner:
             size_bytes=size,
             role=role or self._role(node),
             phase=self.node.meta["phase"],
-            layer=self.node.meta.get("module_path", ""),
+            layer=self.node.meta.get("module_path") or node.meta.get("module_path", ""),
             reader=self.node.name,
             forced=forced,
         )
@@ -536,6 +554,8 @@ class Assigner:
             case Shard(), Replicate() if node.target is aten.permute.default and self._shares_gather(node):
                 whole = self.value(node.args[0], REPLICATE, forced)
                 return self._act((whole,), lambda build, x: build.call(aten.permute.default, x, node.args[1]))
+            case Shard(), Replicate() if (smaller := self._smaller_source(node)) is not None:
+                return self._repeated(node, smaller, forced)
             case Shard(), Replicate():
                 return self._all_gather(node, new, source, forced)
             case Partial(), Replicate():
@@ -550,6 +570,29 @@ class Assigner:
             case _:
                 self.value(node, REPLICATE, forced)
                 return self._convert(node, REPLICATE, to)
+
+    def _smaller_source(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """A value of fewer bytes, with a split that is gathered, that expanding and casting have made `node` of: the copies of a token that go to its experts."""
+        found, size = None, _padded_bytes(node, REPLICATE)
+        while node.op == "call_function" and node.target in _CARRIES and node not in self.weights:
+            node = node.args[0]
+            home = self.home[node]
+            if not (isinstance(home, Shard) and home.order is None) or node in self.weights or node.op != "call_function":
+                break
+            if _padded_bytes(node, REPLICATE) < size:
+                found = node
+        return found
+
+    def _repeated(self, node: torch.fx.Node, source: torch.fx.Node, forced: str) -> int:
+        """`node` whole, made again of the whole `source`."""
+        way = []
+        while node is not source:
+            way.append(node)
+            node = node.args[0]
+        whole = self.value(source, REPLICATE, forced)
+        for step in reversed(way):
+            whole = self._act((whole,), lambda build, x, step=step: build.call(step.target, x, *step.args[1:], **step.kwargs))
+        return whole
 
     def _unsorted(self, node: torch.fx.Node, source: Shard, to: Placement, forced: str) -> int:
         """Rows that the ranks have sorted, made whole in the tensor's order, then placed as `to`."""

@@ -14,6 +14,8 @@ from graphacc.passes.partition.constants import is_zero
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Replicate, Shard, divides, size_bytes
 from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
+_FAR_LARGER = 64
+
 
 def choose(call: Call, dims: Dims, *, counts_sums: bool = False, adds_once: bool = False) -> Plan:
     """The cheapest way to carry out `call`.
@@ -28,8 +30,9 @@ def choose(call: Call, dims: Dims, *, counts_sums: bool = False, adds_once: bool
     if not plans or (dims.matmul and call.phase is Phase.UPDATE):
         return replicate(call, "its split dim cannot stay split here")
     plans.append(replicate(call, "cheaper than the alternatives"))
-    if counts_sums and dims.matmul:  # products of activations keep what they make split, whatever the sizes (Megatron-LM)
-        return min(plans, key=lambda plan: (_cost(call, plan) == math.inf, _sum_cost(call, plan) > 0, _cost(call, plan)))
+    if counts_sums and dims.matmul:  # products of activations keep what they make split (Megatron-LM), unless what is moved for that is far larger than the sum, as for a router's gradient
+        least = min((_cost(call, plan) for plan in plans if not _sum_cost(call, plan)), default=math.inf)
+        return min(plans, key=lambda plan: (_cost(call, plan) == math.inf, _FAR_LARGER * _sum_cost(call, plan) > least, _cost(call, plan)))
     return min(plans, key=lambda plan: _cost(call, plan) + (_sum_cost(call, plan) if counts_sums else 0))
 
 

@@ -100,7 +100,11 @@ def _slice(call: Call) -> Dims | Plan:
     dim, step = call.dim("self", call["dim"]), call.arguments.get("step", 1)
     start, end, _ = slice(call.arguments.get("start"), call.arguments.get("end")).indices(shape[dim] if shape else 0)
     split = split_of(call, "self")
-    units = None if split is None or split.dim != dim or step != 1 else _units(split, shape[dim], start, end)
+    if split is None or split.dim != dim:
+        return _on_dim(call, [dim])
+    if end == shape[dim] and _holds_steps(call, split, start, step, end):
+        return Plan((split,), split, {"end": call.local(shape, split)[dim]})
+    units = _units(split, shape[dim], start, end) if step == 1 else None
     if units is None:
         return _on_dim(call, [dim])
     ranks = call.num_ranks
@@ -113,6 +117,11 @@ def _units(split: Shard, size: int, start: int, end: int) -> int | None:
     if not split.plain or start >= end or start % unit or end % unit:
         return None
     return (end - start) // unit
+
+
+def _holds_steps(call: Call, split: Shard, start: int, step: int, size: int) -> bool:
+    """Whether every rank has the same elements out of each `step` of ``[start::step]``, as of the gates and values of a layer that alternate."""
+    return split.plain and 0 <= start < step and step > 1 and size % (step * split.outer * call.num_ranks) == 0
 
 
 @rule("aten.flip.default aten.roll.default aten.cumsum.default aten.cumprod.default aten.tril.default aten.triu.default")
@@ -184,12 +193,15 @@ def _slice_backward(call: Call) -> Dims | Plan:
 
 def _slice_backward_along(call: Call, dim: int) -> Plan | None:
     split = split_of(call, "grad_output")
-    if call.node.target._schema.name == "aten::select_backward" or split is None or split.dim != dim or call["step"] != 1:
+    if call.node.target._schema.name == "aten::select_backward" or split is None or split.dim != dim:
         return None
     size, part = call["input_sizes"][dim], call.shape("grad_output")[dim]
     unit = part // split.outer
     start, end, _ = slice(call["start"], call["end"]).indices(size)
-    if not split.plain or size % unit or start % unit:
+    if end == size and _holds_steps(call, split, start, call["step"], size):
+        local = call.local(call["input_sizes"], split)
+        return Plan((split,), split, {"input_sizes": local, "end": local[dim]})
+    if call["step"] != 1 or not split.plain or size % unit or start % unit:
         return None
     placement, ranks = Shard(dim, size // unit), call.num_ranks
     sets = {"input_sizes": call.local(call["input_sizes"], placement), "start": start // ranks, "end": end // ranks}

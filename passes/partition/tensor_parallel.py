@@ -4,6 +4,7 @@ The policy reads the graph, not the names of modules. A forward run on placement
 its role: *column* (its outputs are split) where the input is whole, *row* (its inputs are split, the result is a partial sum)
 where the input arrives split. So query, key, value and the way up in an MLP become columns, and the projections after
 them rows, each pair at the cost of one sum forward and one backward (Shoeybi et al., "Megatron-LM", 2019, section 3).
+Matrices of experts are columns and rows alike, all of them; every rank has all tokens that go to them then.
 A table that is looked up with indices of the batch is split by rows, and with it the head that is tied to it; the
 cross-entropy then works on split logits. A column whose outputs would have to be gathered, or that no row follows, stays
 whole, and so does what the policy does not know; that is always right, and `TensorParallel.reasons` says why.
@@ -20,13 +21,16 @@ from graphacc.strategy.axes import TP
 from graphacc.ops.facts import OpKind, facts, of_kind
 from graphacc.errors import StrategyError
 from graphacc.graph import Input, Kind, Phase, StepGraph
+from graphacc.passes.experts import ATTACH_EXPERTS, find_experts
 from graphacc.passes.partition.assign import Assigner, Decision, ModelParallel
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard, divides
 from graphacc.passes.partition.report import source_line
 from graphacc.passes.partition.rules import Call
+from graphacc.passes.runner import Log
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_GROUPED = torch.ops.graphacc.grouped_mm.default
+_PRODUCTS = (aten.mm.default, aten.addmm.default, _GROUPED)
 _VIEWS = of_kind(OpKind.RESHAPE)
 _CHAIN = of_kind(OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.PERMUTE) | {torch.ops.graphacc.mark_sharding.default}
 _MAX_TRIALS = 12
@@ -51,6 +55,8 @@ def find_tensor_parallel(step: StepGraph, num_ranks: int, pinned: Mapping[str, P
     Raises:
         StrategyError: a number of attention heads (or another dim that a split one is viewed as) that `num_ranks` does not divide.
     """
+    if find_experts(step):
+        step = ATTACH_EXPERTS.run(step.copy(), Log())  # their products, and how rows come to them, in a form that the rules know
     refused: dict[str, str] = {}
     outers: dict[str, int] = {}
     known: dict[tuple, Decision] = {}  # one for all trials
@@ -141,6 +147,8 @@ class _Trial(Assigner):
     def _give_role(self, node: torch.fx.Node) -> None:
         if node.target is aten.embedding.default:
             self._give_table_role(node)
+        elif node.target is _GROUPED:
+            self._give_factor_role(node, weight=node.args[1], x=node.args[0], contracted=(1, 1))
         elif node.target in _PRODUCTS:
             factors = facts(node.target).factors
             assert factors is not None, f"the positions of the factors of {node.target} are not known"
@@ -156,7 +164,7 @@ class _Trial(Assigner):
         self._assign(weight, Shard(0, padding=-item.shape[0] % self.num_ranks), "vocabulary: rows")
 
     def _give_factor_role(self, node: torch.fx.Node, weight: torch.fx.Node, x: torch.fx.Node, contracted: tuple[int, int]) -> None:
-        """Make a parameter a column or a row; `contracted` are the dims of weight and x over which the product sums."""
+        """Make a parameter a column or a row; `contracted` are the dims of weight and x over which the product sums. Of experts' matrices [E, K, N] all are split alike."""
         item, of_weight, of_x = self._free_parameter(weight), *contracted
         if item is None or self._root(x) is not None:
             return
@@ -169,15 +177,16 @@ class _Trial(Assigner):
                 self._refuse(name, "its outputs are summed before the next product")
             self.home[x], arrives = REPLICATE, False
         shape = weight.meta["val"].shape
-        outputs = shape[1 - of_weight]
-        padding = -outputs % self.num_ranks if outputs >= _HEAD_RATIO * shape[of_weight] else 0  # of a vocabulary
-        wanted = Shard(of_weight, home.outer) if arrives else Shard(1 - of_weight, self.outers.get(item.target, 1), padding)
+        of_outputs = 2 * len(shape) - 3 - of_weight  # the other one of the last two dims
+        outputs = shape[of_outputs]
+        padding = -outputs % self.num_ranks if len(shape) == 2 and outputs >= _HEAD_RATIO * shape[of_weight] else 0  # of a vocabulary
+        wanted = Shard(of_weight, home.outer) if arrives else Shard(of_outputs, self.outers.get(item.target, 1), padding)
         split = self._pull(weight, wanted)
         if split is None or not divides(item.shape, split, self.num_ranks):
             self._refuse(item.target, f"its shape {list(item.shape)} does not divide over {self.num_ranks} ranks")
             return
         if not arrives:
-            self.columns[item.target] = (shape[of_weight], shape[1 - of_weight])
+            self.columns[item.target] = (shape[of_weight], outputs)
         self._assign(self._root(weight), split, "row" if arrives else "column")
 
     def _free_parameter(self, weight: torch.fx.Node) -> Input | None:
@@ -352,7 +361,7 @@ def tensor_parallel_layouts(
     return Layouts(
         inputs={item.name: split for item in step.inputs if (split := split_of(item)) is not None},
         outputs={(item.kind, item.target): split_of(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD},
-        pins=_table_gradients(step, splits) | _marked(step, TP, num_ranks),
+        pins=_table_gradients(step, splits) | _whole_ids(step, splits) | _marked(step, TP, num_ranks),
         model_parallel=ModelParallel(resolve=resolve, gathers_sequences=sequence_parallel),
     )
 
@@ -375,6 +384,23 @@ def _table_gradients(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, 
         for node in step.graph.nodes
         if node.target is scatter and (node.args[1], node.args[2]) in lookups
     }
+
+
+def _whole_ids(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, Placement]:
+    """Every rank has the ids of all rows that go to experts whose matrices are split, and so the rows: under sequence parallelism it would sort its own ones, and gather the matrices."""
+    items = {node: item.target for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
+    found: dict[str, Placement] = {}
+    for node in step.graph.nodes:
+        if node.target is not _GROUPED:
+            continue
+        _, weight, offsets = node.args[:3]
+        while weight.target in _CHAIN:
+            weight = weight.args[0]
+        while offsets.target in _CHAIN:
+            offsets = offsets.args[0]
+        if items.get(weight) in splits and offsets.target is torch.ops.graphacc.expert_offsets.default:
+            found[offsets.args[0].name] = REPLICATE
+    return found
 
 
 def _marked(step: StepGraph, axis: str, num_ranks: int) -> dict[str, Placement]:

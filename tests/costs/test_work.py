@@ -124,6 +124,16 @@ def test_bytes_are_those_of_the_memory_that_is_read():
     assert (work.read_bytes, work.written_bytes) == (4 * 8, 4 * 48)
 
 
+@pytest.mark.parametrize("operator", [ops.after, ops.wait_for])
+def test_what_waits_reads_nothing_of_what_it_waits_for(operator):
+    x, other = torch.randn(4, 8), torch.randn(100, 100)
+    step = traced(lambda x, other: torch.sum(operator(x, other @ other), dim=0), x=x, other=other)
+    assert {node.target: work.size_bytes for node, work in kernels(step).items()} == {
+        torch.ops.aten.mm.default: 4 * 2 * 100 * 100,  # an operand that is read twice is counted once
+        torch.ops.aten.sum.dim_IntList: 4 * (4 * 8 + 8),
+    }
+
+
 def test_kernels_join_what_is_fused():
     """A product reads memory, so tanh is stored; x + 1 is not."""
     x, weight = torch.randn(16, 8), torch.randn(8, 4)

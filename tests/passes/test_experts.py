@@ -19,8 +19,9 @@ from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.experts import ATTACH_EXPERTS, ExpertReport, find_experts
 from graphacc.passes.experts.find import PRODUCTS
-from graphacc.passes.partition import partition
-from graphacc.passes.partition.placement import Shard
+from graphacc.passes.partition import assign, partition
+from graphacc.passes.partition.assign import ModelParallel
+from graphacc.passes.partition.placement import REPLICATE, Shard
 from graphacc.passes.partition.rules import ExpertParallel
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import run_passes
@@ -264,6 +265,42 @@ def test_expert_parallel(name, strategy):
     cp = Strategy.parse(strategy).cp
     assert_exchanges(report, ROWS * zoo.HIDDEN * 4 // cp)
     assert not report.forced and report.count("all_gather") == 0
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "tp=2,sequence_parallel=True", "tp=2,ep=2", "tp=2,sequence_parallel=True,ep=2,fsdp=2"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.default_cases("mixtral-tp=2", "qwen3_moe-tp=2,sequence_parallel=True", "mixtral-tp=2,sequence_parallel=True,ep=2,fsdp=2")
+def test_experts_are_columns_and_rows_along_tp(name, strategy):
+    """As one MLP is, of every expert: its activations are summed once forward and once backward, whatever the number of a token's experts."""
+    case, inputs, expected = zoo_values(name)
+    reports = check(case.step, strategy, inputs, expected, tolerance=1e-4)
+    (report,) = [report for report in reports if report.axis == "tp"]
+    assert not report.forced
+    step, _ = partitioned(case.step, strategy)
+    experts = find_experts(attach(case.step)[0])
+    for item in step.inputs:
+        if item.target in experts:
+            assert [shard.dim for shard in item.shards if shard.axis == "tp"] == [1 if "up" in item.target else 2], item.target
+    activations = 8 * zoo.SEQ * zoo.HIDDEN * 4  # of one token each, not of ROWS
+    sums = [item for item in report.collectives if item.kind in ("all_reduce", "reduce_scatter") and item.phase != "update"]
+    assert max(item.size_bytes for item in sums) == activations
+    assert sum(item.size_bytes == activations for item in sums) == 4 * zoo.LAYERS + 2, "attention and experts, forward and backward; lookups, and the head's input"
+    gathers = [item.size_bytes for item in report.collectives if item.kind == "all_gather"]
+    assert bool(gathers) == ("sequence" in strategy) and max(gathers, default=0) <= activations
+
+
+@pytest.mark.parametrize(("experts", "collective"), [(2, "all_reduce"), (D, "all_gather")])
+def test_a_router_is_not_gathered_for_its_gradient(experts, collective):
+    """Each rank makes that of its own tokens, and the sum of these is far smaller than the tokens; that of other weights is made whole at once."""
+    x, grad = torch.randn(32 * D, D), torch.randn(32 * D, experts)
+    step = trace(lambda x, grad: x.t() @ grad, [(Kind.BATCH, "x", x), (Kind.BATCH, "grad", grad)], [(Kind.GRAD, "w")])
+    for node in step.graph.nodes:
+        node.meta["phase"] = Phase.BACKWARD
+    placed, model = {item.name: Shard(0) for item in step.inputs}, ModelParallel(resolve=lambda shape: None, gathers_sequences=True)
+    plan = assign(step, "tp", 2, placed, {(Kind.GRAD, "w"): REPLICATE}, lambda shape: None, model)
+    assert {move.collective for move in plan.moves} == {collective}
+    step, _ = partition(step, "tp", 2, placed, {(Kind.GRAD, "w"): REPLICATE}, lambda shape: None, model)
+    assert_close(simulate(step, {"tp": 2}, [x, grad])[0], x.t() @ grad)
 
 
 def assert_exchanges(report, rows_bytes: int) -> None:
