@@ -103,7 +103,7 @@ class Depth:
         return [*(self._units[self._order[edge]].crossing_bytes for edge in self.edges(num_chunks)[1:-1]), 0.0]
 
     def _parts(self, profile: Profile, num_chunks: int) -> list[Profile]:
-        """The profile's work and state in each chunk.
+        """The profile's work and state in each chunk; equal chunks have one object.
 
         Raises:
             StrategyError: there are fewer blocks than chunks.
@@ -132,8 +132,13 @@ class Depth:
             working = np.maximum(working, size * (share(path) > 0))
         others = cost.other_bytes / num_chunks
         totals = [sum((np.outer(both, share(path)) for path, both in item.by_path.items()), np.zeros((2, num_chunks))) for item in cost.moved]
-        found = []
+        found: list[Profile] = []
+        equal: dict[tuple[bytes, bool], Profile] = {}  # most chunks have as many of each layer as others
         for chunk in range(num_chunks):
+            key = counts[:, chunk].tobytes(), chunk == num_chunks - 1
+            if key in equal:
+                found.append(equal[key])
+                continue
             moved = tuple(
                 dataclasses.replace(item, number=float(number), size_bytes=float(size), by_path={})
                 for item, total in zip(cost.moved, totals)
@@ -144,7 +149,8 @@ class Depth:
                 cost, kernels=(), kernel_seconds=(), seconds={phase: float(times[chunk]) for phase, times in seconds.items()},
                 moved=moved, weights=weights, other_bytes=round(others), saved_bytes=round(saved[chunk]), held=(),
             )  # fmt: skip
-            found.append(dataclasses.replace(profile, cost=part, temporary_bytes=round(working[chunk]), released_bytes=round(working[chunk]), saved_bytes=0, working_bytes={}))
+            equal[key] = dataclasses.replace(profile, cost=part, temporary_bytes=round(working[chunk]), released_bytes=round(working[chunk]), saved_bytes=0, working_bytes={})
+            found.append(equal[key])
         return found
 
     def _number_of(self, name: str, counts: np.ndarray, chunk: int, num_chunks: int) -> int:
@@ -197,29 +203,31 @@ def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardwa
     """
     num_chunks = strategy.pp * strategy.chunks
     sent_share = batch_share / strategy.cp / (strategy.tp if strategy.sequence_parallel else 1)
-    found = []
-    for part, sent in zip(depth.parts(profile, num_chunks), depth.sent_bytes(num_chunks), strict=True):
-        composed = part.composed(strategy, hardware)
-        late = [item for item in composed.moved if sums_once and item.role is Role.GRADIENT]
-        time = timed(composed.seconds, [item for item in composed.moved if item not in late], strategy, hardware)
-        behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware).exposed_by_axis()
-        forward, backward = (_seconds_of(time, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
-        weights = _WEIGHTS_SHARE * backward if strategy.schedule == "zb-h1" else 0.0
-        found.append(
-            ChunkCost(
-                seconds={Part.FORWARD: forward, Part.BACKWARD: backward - weights, Part.WEIGHTS: weights},
-                exposed=_exposed(time, update=False),
-                hidden=time.hidden,
-                update_seconds=composed.update_seconds,
-                update_exposed=_sums([_exposed(time, update=True), behind]),
-                gradient_bytes=part.gradient_bytes(strategy),
-                held_bytes=part.cost.saved_bytes,
-                working_bytes=composed.sizes["temporary_bytes"] - part.cost.saved_bytes,
-                sent_bytes=sent * sent_share,
-                **{name: composed.sizes[name] for name in ("parameter_bytes", "state_bytes", "other_bytes", "host_bytes")},
-            )
-        )
-    return found
+    parts = depth.parts(profile, num_chunks)
+    costs = {id(part): _chunk_of(part, strategy, hardware, sums_once) for part in {id(part): part for part in parts}.values()}
+    return [dataclasses.replace(costs[id(part)], sent_bytes=sent * sent_share) for part, sent in zip(parts, depth.sent_bytes(num_chunks), strict=True)]
+
+
+def _chunk_of(part: Profile, strategy: Strategy, hardware: Hardware, sums_once: bool) -> ChunkCost:
+    """Costs of one chunk that sends nothing on."""
+    composed = part.composed(strategy, hardware)
+    late = [item for item in composed.moved if sums_once and item.role is Role.GRADIENT]
+    time = timed(composed.seconds, [item for item in composed.moved if item not in late], strategy, hardware)
+    behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware).exposed_by_axis()
+    forward, backward = (_seconds_of(time, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    weights = _WEIGHTS_SHARE * backward if strategy.schedule == "zb-h1" else 0.0
+    return ChunkCost(
+        seconds={Part.FORWARD: forward, Part.BACKWARD: backward - weights, Part.WEIGHTS: weights},
+        exposed=_exposed(time, update=False),
+        hidden=time.hidden,
+        update_seconds=composed.update_seconds,
+        update_exposed=_sums([_exposed(time, update=True), behind]),
+        gradient_bytes=part.gradient_bytes(strategy),
+        held_bytes=part.cost.saved_bytes,
+        working_bytes=composed.sizes["temporary_bytes"] - part.cost.saved_bytes,
+        sent_bytes=0.0,
+        **{name: composed.sizes[name] for name in ("parameter_bytes", "state_bytes", "other_bytes", "host_bytes")},
+    )
 
 
 def _seconds_of(time: Timed, phase: Phase) -> float:

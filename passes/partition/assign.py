@@ -395,7 +395,7 @@ class Assigner:
         if not isinstance(plan, Dims):
             return plan
         rows = next((operand for operand in call.operands if operand.node in self.rows and isinstance(operand.placement, Partial)), None)
-        if rows is not None and target in DTYPE_CASTS and call.results[0].dtype == self.rows[rows.node]:
+        if rows is not None and target in DTYPE_CASTS and call.node.meta["val"].dtype == self.rows[rows.node]:
             return Plan((rows.placement,), rows.placement)  # no narrower than the products, whose sums would be as narrow
         counts_sums = self.model is not None and call.phase is Phase.BACKWARD and rows is None
         pin = self.pins.get(call.node.name)
@@ -575,7 +575,7 @@ class Assigner:
         """A value of fewer bytes, with a split that is gathered, that expanding and casting have made `node` of: the copies of a token that go to its experts."""
         found, size = None, _padded_bytes(node, REPLICATE)
         while node.op == "call_function" and node.target in _CARRIES and node not in self.weights:
-            node = node.args[0]
+            node = node.all_input_nodes[0]
             home = self.home[node]
             if not (isinstance(home, Shard) and home.order is None) or node in self.weights or node.op != "call_function":
                 break
@@ -588,7 +588,7 @@ class Assigner:
         way = []
         while node is not source:
             way.append(node)
-            node = node.args[0]
+            node = node.all_input_nodes[0]
         whole = self.value(source, REPLICATE, forced)
         for step in reversed(way):
             whole = self._act((whole,), lambda build, x, step=step: build.call(step.target, x, *step.args[1:], **step.kwargs))

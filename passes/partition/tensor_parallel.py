@@ -13,6 +13,7 @@ whole, and so does what the policy does not know; that is always right, and `Ten
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.fx
@@ -148,7 +149,8 @@ class _Trial(Assigner):
         if node.target is aten.embedding.default:
             self._give_table_role(node)
         elif node.target is _GROUPED:
-            self._give_factor_role(node, weight=node.args[1], x=node.args[0], contracted=(1, 1))
+            x, weight = node.all_input_nodes[:2]
+            self._give_factor_role(node, weight=weight, x=x, contracted=(1, 1))
         elif node.target in _PRODUCTS:
             factors = facts(node.target).factors
             assert factors is not None, f"the positions of the factors of {node.target} are not known"
@@ -197,9 +199,8 @@ class _Trial(Assigner):
 
     def _root(self, node: torch.fx.Node) -> torch.fx.Node | None:
         """The parameter that a value is a view or a cast of."""
-        while node.target in _CHAIN:
-            node = node.args[0]
-        return node if node in self.params else None
+        source = _behind_views(node)
+        return source if source in self.params else None
 
     def _pull(self, node: torch.fx.Node, wanted: Shard) -> Shard | None:
         """The split of the parameter behind `node` that gives `node` the split `wanted`."""
@@ -310,6 +311,13 @@ def check_heads(step: StepGraph, num_ranks: int) -> None:
             raise StrategyError(_uneven_heads(node, node.args[0].meta["val"].shape[1], num_ranks))
 
 
+def _behind_views(node: Any) -> Any:
+    """The node that a value is a view or a cast of."""
+    while node.target in _CHAIN:
+        node = node.args[0]
+    return node
+
+
 def _uneven_heads(node: torch.fx.Node, heads: int, num_ranks: int) -> str:
     where = source_line(node.meta.get("stack_trace")) or node.meta.get("module_path") or node.name
     fits = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
@@ -372,9 +380,7 @@ def _table_gradients(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, 
     lookups = {}
     for node in step.graph.nodes:
         if node.target is aten.embedding.default:
-            weight = node.args[0]
-            while weight.target in _CHAIN:
-                weight = weight.args[0]
+            weight = _behind_views(node.args[0])
             split = splits.get(items[weight].target) if weight in items else None
             if split is not None and split.dim == 0:
                 lookups[node.args[1], items[weight].shape[0]] = split
@@ -393,11 +399,7 @@ def _whole_ids(step: StepGraph, splits: Mapping[str, Shard]) -> dict[str, Placem
     for node in step.graph.nodes:
         if node.target is not _GROUPED:
             continue
-        _, weight, offsets = node.args[:3]
-        while weight.target in _CHAIN:
-            weight = weight.args[0]
-        while offsets.target in _CHAIN:
-            offsets = offsets.args[0]
+        weight, offsets = map(_behind_views, node.args[1:3])
         if items.get(weight) in splits and offsets.target is torch.ops.graphacc.expert_offsets.default:
             found[offsets.args[0].name] = REPLICATE
     return found
