@@ -13,6 +13,7 @@ from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, spli
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.communication import (
     RELEASE_GRADIENTS,
+    SCATTER_FIRST,
     Frozen,
     Quantization,
     bucket_pass,
@@ -98,6 +99,8 @@ def build_pipeline(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
         passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
+        if stage and not {TP, CP, EP}.isdisjoint(strategy.mesh):
+            passes.append(SCATTER_FIRST)
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
     if in_chunks:

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from graphacc import collector
 from graphacc.graph import Input, Output, StepGraph
-from graphacc.passes.partition import AxisPlan, Move, write
+from graphacc.passes.communication.scatter_first import sums_in_front_of
+from graphacc.passes.partition import AxisPlan, Move, Role, write
 from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.passes.partition.write import signature
@@ -79,7 +80,8 @@ class _State:
             placement = plan.placements.get(name, REPLICATE)
             if placement != REPLICATE and not isinstance(placement, tuple):
                 placements[value] = {**placements.get(value, {}), plan.axis: placement}
-        before = [(move, name, ranks * _ranks(plan, name)) for move, name, ranks in self.moves]
+        scattered = _sums_of_parts(self.step, plan)
+        before = [(move, name, ranks * (plan.num_ranks if name in scattered else _ranks(plan, name))) for move, name, ranks in self.moves]
         moves = (*before, *((move, "", 1) for move in plan.moves))
         return dataclasses.replace(self, axes=(*self.axes, plan), placements=placements, moves=moves)
 
@@ -96,6 +98,12 @@ class _State:
 
 def _ranks(plan: AxisPlan, name: str) -> int:
     return plan.num_ranks if isinstance(plan.placements.get(name), Shard) else 1
+
+
+def _sums_of_parts(step: StepGraph, plan: AxisPlan) -> set[str]:
+    """The sums of gradients that are made behind the scatters of this plan (`SCATTER_FIRST`)."""
+    scattered = {move.value for move in plan.moves if move.collective == "reduce_scatter" and move.role is Role.GRADIENT}
+    return {sums.name for node in step.graph.nodes if node.name in scattered for sums in sums_in_front_of(node)}
 
 
 class Planner:

@@ -25,8 +25,8 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -38,6 +38,7 @@ aten = torch.ops.aten
 ORIGIN = "origin"
 """Entry of ``node.meta``: the name of the reduced step's call that one was made of, or for; passes keep it, names they give anew."""
 
+T = TypeVar("T")
 _MAX_PERIOD = 8  # blocks that repeat in a group
 _MAX_DEPTH = 3  # of numbered modules in one another: stages of blocks
 _NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -68,6 +69,19 @@ class Reduced:
         for item in self.classes:
             numbers |= dict.fromkeys(item.kept[1], 1 + len(item.groups) - len(item.kept))
         return numbers
+
+    def everywhere(self, found: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+        """What was found of parameters of `step`, of all these of the whole step: a dropped block has what the one has that stands for it."""
+        stands_for = {path: other for item in self.classes for group in item.groups if group not in item.kept for path, other in zip(group, item.kept[1], strict=True)}
+        result: dict[str, T] = {}
+        for name in names:
+            path = name
+            while path and path not in stands_for:
+                path = path.rpartition(".")[0]
+            other = stands_for[path] + name[len(path) :] if path else name
+            if other in found:
+                result[name] = found[other]
+        return result
 
     def of_depth(self, num_groups: int) -> "Reduced":
         """The same, standing for a step with so many equal groups of blocks: a model of three layers stands for one of a hundred.

@@ -34,6 +34,11 @@ class Moved:
     number: float  # how many there are in the whole graph; in a chunk of a pipeline, its share
     size_bytes: float  # of all of them together, each as `Move.size_bytes` says
     by_path: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # module -> number and bytes of those that stand in it
+    each: tuple[tuple[str, float, float], ...] = ()  # of gradients, in the order of the program: module, bytes of one, how many of it the whole graph has
+
+    def times(self, factor: float) -> "Moved":
+        """So many times as many of them."""
+        return dataclasses.replace(self, number=factor * self.number, size_bytes=factor * self.size_bytes, by_path={}, each=())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,15 +156,19 @@ def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int,
 
 def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Moved, ...]:
     found: dict[tuple, dict[str, tuple[float, float]]] = {}
+    each: dict[tuple, list[tuple[str, float, float]]] = {}
     for node in step.graph.nodes:
         move = node.meta.get("move")
         if move is not None and move.travels:
-            by_path = found.setdefault((move.axis, move.collective, move.role, move.phase), {})
+            key = move.axis, move.collective, move.role, move.phase
+            by_path = found.setdefault(key, {})
+            if move.role is Role.GRADIENT:
+                each.setdefault(key, []).append((path_of(node), move.size_bytes, count(node)))
             number, size = by_path.get(path_of(node), (0, 0))
             by_path[path_of(node)] = number + count(node), size + count(node) * move.size_bytes
     return tuple(
         Moved(
-            axis=axis, kind=kind, role=role, phase=phase, by_path=by_path,
+            axis=axis, kind=kind, role=role, phase=phase, by_path=by_path, each=tuple(each.get((axis, kind, role, phase), ())),
             number=sum(number for number, _ in by_path.values()), size_bytes=sum(size for _, size in by_path.values()),
         )
         for (axis, kind, role, phase), by_path in found.items()

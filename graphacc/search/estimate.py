@@ -8,11 +8,13 @@ What `dp`, `fsdp` and `zero` add to it are collectives of known bytes and shares
     ZeRO-1    scatter of every gradient, gather of the updated weight                   over fsdp; all-reduce of the scattered part over dp
     none      all-reduce of every gradient                                              over dp
 
-(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) Collectives of the data axes hide behind the computation of their phase where the
-hardware runs them at the same time; sums and exchanges of tp, cp and ep are waited for.
+(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) What tp, cp and ep sum of gradients is scattered before. Collectives of the data axes, and
+sums of gradients, hide behind the computation of their phase where the hardware runs them at the same time; what tp, cp and ep sum and exchange of activations is waited for.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -115,10 +117,48 @@ class Profile:
 
         Not in it: what the data axes may divide or hide, and sums of gradients over a model axis, which shrink with the weights that another axis splits.
         """
-        cast = sum(weight.count * (weight.size_bytes + weight.travels_bytes) for weight in self.cost.weights if weight.travels_bytes < weight.size_bytes)
-        waited = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role is not Role.GRADIENT]
-        once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(cast, hardware)
-        return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in waited))
+        once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(_cast_bytes(self.cost.weights), hardware)
+        return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in self._waited_for))
+
+    def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> float:
+        """Seconds below which a strategy does not fall whose model axes are multiples of those of `here`, of which this is the profile.
+
+        That is `floor`, and what the data axes do not hide behind it: tp and ep leave a rank a part of the weights, and cp all. Of a pipeline it is
+        that of the mean stage, and the bubble of equal ones, of which "zb-h1" leaves the forward.
+        """
+        factor = here.microbatches / here.pp / larger.microbatches
+        data = self._share(here.tp * here.ep / (larger.tp * larger.ep), hardware).composed(larger, hardware)
+        seconds = {phase: factor * self.cost.seconds[phase] + data.seconds[phase] / larger.pp for phase in Phase}
+        seconds[Phase.FORWARD] -= factor * _stream_seconds(_cast_bytes(self.cost.weights), hardware)
+        moved = [*(item.times(factor) for item in self._waited_for), *(item.times(1 / larger.pp) for item in data.moved)]
+        found = dataclasses.replace(data, update_seconds=data.update_seconds / larger.pp)
+        busy = estimated(found, timed(seconds, moved, larger, hardware, count=larger.microbatches))
+        waits = larger.microbatches * (seconds[Phase.FORWARD] if larger.schedule == "zb-h1" else seconds[Phase.FORWARD] + seconds[Phase.BACKWARD])
+        bubbles = 0.0 if hardware.shared_cores else (larger.pp - 1) / (larger.microbatches * larger.chunks)
+        return dataclasses.replace(busy, bubble_seconds=bubbles * waits).on(hardware).seconds
+
+    @functools.cached_property
+    def _shares(self) -> dict[tuple[float, Hardware], "Profile"]:
+        return {}
+
+    def _share(self, share: float, hardware: Hardware) -> "Profile":
+        """Of nothing but the weights, of each so much; made once."""
+        if (known := self._shares.get((share, hardware))) is not None:
+            return known
+        weights = tuple(
+            dataclasses.replace(weight, size_bytes=int(share * weight.size_bytes), travels_bytes=int(share * weight.travels_bytes), shape=(), gradient_is_strided=False)
+            for weight in self.cost.weights
+        )
+        seconds = dict.fromkeys(Phase, 0.0) | {Phase.FORWARD: _stream_seconds(_cast_bytes(weights), hardware)}
+        cost = dataclasses.replace(self.cost, weights=weights, seconds=seconds, moved=())
+        found = dataclasses.replace(self, cost=cost, state_bytes={name: int(share * size) for name, size in self.state_bytes.items()})
+        self._shares[share, hardware] = found
+        return found
+
+    @functools.cached_property
+    def _waited_for(self) -> list[Moved]:
+        """The messages of the model axes that every rank waits for, also where one of these is larger."""
+        return [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role is not Role.GRADIENT]
 
     def gradient_bytes(self, strategy: Strategy) -> int:
         """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
@@ -134,7 +174,7 @@ class Profile:
         found = self.composed(strategy, hardware)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
-    def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: Sequence[int]) -> int:
+    def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: Sequence[float]) -> int:
         """Of the moment at which the backward begins, or of its end, when all gradients wait for the update; planned programs of CPUs update at once.
 
         Args:
@@ -142,7 +182,7 @@ class Profile:
         """
         if hardware.shared_cores:
             return self.temporary_bytes + self.cost.saved_bytes
-        sent = min(sum(scattered), 2 * max(scattered, default=0))
+        sent = round(min(sum(scattered), 2 * max(scattered, default=0)))
         begin = (self.released_bytes if scattered else self.temporary_bytes) + self.cost.saved_bytes
         end = 0
         if self.updates and strategy.microbatches == 1 and strategy.offload is None:
@@ -186,11 +226,12 @@ class Profile:
         elif stage:
             moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
         scattered = _messages(gradients, bucket, bucket // 2)
+        summed = functools.partial(_sums, bucket=bucket, ranks=ranks if stage else 1)
+        moved = [_gradients(item.axis, item.kind, summed([(size, count) for _, size, count in item.each])) if item.each else item for item in moved]
         if stage:
             moved.append(_gradients(FSDP, "reduce_scatter", scattered))
         if strategy.dp > 1:
-            parts = [size // ranks for size in gradients] if stage else gradients
-            moved.append(_gradients(DP, "all_reduce", _messages(parts, bucket, SMALL_BYTES)))
+            moved.append(_gradients(DP, "all_reduce", summed([(size, 1) for size in gradients])))
         share = 1 / ranks if stage else 1.0
         transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
@@ -246,7 +287,7 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
         axis = item.axis.partition("/")[0].partition("%")[0]
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
         time = move_seconds(item, strategy.mesh, hardware) * (1 if once else count)
-        if axis in GRADIENT_AXES and not hardware.shared_cores and item.phase is not Phase.UPDATE:
+        if (axis in GRADIENT_AXES or item.role is Role.GRADIENT) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:
             exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
@@ -287,17 +328,27 @@ def _gathers(phase: Phase, sizes: Sequence[int], bucket: int, axis: str = FSDP) 
     return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages))
 
 
-def _gradients(axis: str, kind: str, messages: tuple[int, ...]) -> Moved:
+def _gradients(axis: str, kind: str, messages: tuple[float, ...]) -> Moved:
     return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, number=len(messages), size_bytes=sum(messages))
 
 
-def _messages(sizes: Sequence[int], bucket: int, alone: int) -> tuple[int, ...]:
+def _sums(sizes: Sequence[tuple[float, float]], bucket: int, ranks: int) -> tuple[float, ...]:
+    """Messages of sums of gradients, of (size, how many there are), which have been scattered over so many ranks before; those of as many follow on each other in every layer."""
+    each = [size for count, run in itertools.groupby(sizes, key=lambda item: round(item[1])) for size in [size for size, _ in run] * count]
+    if ranks == 1:
+        return _messages(each, bucket, SMALL_BYTES)
+    joined = _messages([size for size in each if size <= bucket // 2], bucket, bucket // 2)
+    alone = _messages([size / ranks for size in each if size > bucket // 2], bucket, SMALL_BYTES)
+    return (*(size / ranks for size in joined), *alone)
+
+
+def _messages(sizes: Sequence[float], bucket: int, alone: int) -> tuple[float, ...]:
     """Messages of at most `bucket` bytes, in order; what is larger than `alone` is one by itself."""
     messages, filling = [], 0
     for size in sizes:
         if size > alone:
             messages.append(size)
-        elif filling + size > bucket:
+        elif filling and filling + size > bucket:
             messages.append(filling)
             filling = size
         else:
@@ -309,6 +360,11 @@ def _bucket_bytes(strategy: Strategy, weights: int) -> int:
     if strategy.bucket_mb is None:
         return max(1, min(MAX_BYTES, weights // SHARE))
     return round(strategy.bucket_mb * 1e6)
+
+
+def _cast_bytes(weights: Sequence[Weight]) -> int:
+    """Read and written by the casts of weights to the dtype in which they are computed with."""
+    return sum(weight.count * (weight.size_bytes + weight.travels_bytes) for weight in weights if weight.travels_bytes < weight.size_bytes)
 
 
 def _stream_seconds(size: float, hardware: Hardware) -> float:

@@ -8,7 +8,8 @@
 
 Profiles take nearly all of the time, so they are made in order of a lower bound, from small sizes of the model axes to large ones, until the
 bounds of all others are above a strategy that fits: what a profile computes and exchanges over its model axes (`Profile.floor`) bounds those
-in which one of these axes is larger, or a device works on more and smaller parts of the batch. That neither saves work or exchanges of a rank is a
+in which one of these axes is larger, or a device works on more and smaller parts of the batch; before one is profiled, so does that together with what its data axes
+would exchange, as no axis but tp and ep divides the weights (`Profile.bounded_by`). That neither saves work or exchanges of a rank is a
 property of the model of costs, which tests hold against estimates of every candidate; within it the order is optimal. So is that more microbatches
 save nothing but a pipeline's bubble. What the model errs is said with the plan.
 """
@@ -303,6 +304,7 @@ class Search:
             groups.setdefault((*self._profile_key(strategy), strategy.pp, strategy.microbatches), []).append(strategy)
         bounds = dict.fromkeys(sorted(groups, key=lambda key: (math.prod(_sizes(groups[key][0])), groups[key][0].microbatches)), 0.0)  # seconds that no strategy of a profile falls below
         found: Ranking = []
+        profiled: list[tuple[Strategy, Profile]] = []
         best, num_slower = math.inf, 0
         while bounds:
             at = min(bounds, key=bounds.__getitem__)
@@ -310,8 +312,13 @@ class Search:
                 num_slower += sum(map(len, groups.values()))
                 break
             members = groups.pop(at)
+            if self._is_slower(members, profiled, max(limit, best * (1 + AGREES))):
+                num_slower += len(members)
+                continue
             with contextlib.suppress(StrategyError):  # `_estimated` notes it
-                floor = self.profile_of(members[0]).floor(members[0], self.hardware)
+                profile = self.profile_of(members[0])
+                profiled.append((members[0], profile))
+                floor = profile.floor(members[0], self.hardware)
                 for key in bounds:
                     if _is_within(members[0], groups[key][0]):
                         bounds[key] = max(bounds[key], floor)
@@ -328,6 +335,15 @@ class Search:
             found += ranked
             best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
         return sorted(found, key=_order), max(limit, best * (1 + AGREES)), num_slower
+
+    def _is_slower(self, members: list[Strategy], profiled: list[tuple[Strategy, Profile]], limit: float) -> bool:
+        """Whether all strategies of one profile, which is not made yet, are above `limit` by the profile of the largest model axes below theirs."""
+        first = members[0]
+        within = [item for item in profiled if _is_within(item[0], first)]
+        if first.offload is not None or self._profile_key(first) in self._profiles or not within:
+            return False
+        below, profile = max(within, key=lambda item: math.prod(_sizes(item[0])))
+        return all(profile.bounded_by(below, strategy, self.hardware) > limit for strategy in members)
 
     def _estimated(self, strategies: Iterable[Strategy], refusals: Refusals) -> Ranking:
         found: dict[Strategy, Estimate] = {}
@@ -617,7 +633,12 @@ class Search:
         if strategy.tp == 1:
             return None
         if strategy.tp not in self._splits:
-            self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned_placements(self.annotations, TP)).splits
+            pinned = pinned_placements(self.annotations, TP)
+            if pinned:  # they may tell equal blocks apart
+                self._splits[strategy.tp] = find_tensor_parallel(self.joint, strategy.tp, pinned).splits
+            else:
+                found = find_tensor_parallel(self.reduced.step, strategy.tp, {}).splits
+                self._splits[strategy.tp] = self.reduced.everywhere(found, (item.target for item in self.joint.inputs if item.kind is Kind.PARAM))
         return self._splits[strategy.tp]
 
     def dims_of(self, step: StepGraph) -> dict[str, int | None]:

@@ -140,7 +140,7 @@ class Depth:
                 found.append(equal[key])
                 continue
             moved = tuple(
-                dataclasses.replace(item, number=float(number), size_bytes=float(size), by_path={})
+                dataclasses.replace(item, number=float(number), size_bytes=float(size), by_path={}, each=tuple((path, one, count * share(path)[chunk]) for path, one, count in item.each))
                 for item, total in zip(cost.moved, totals)
                 for number, size in [total[:, chunk]]
             )

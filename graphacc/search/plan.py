@@ -74,7 +74,7 @@ class Plan:
             f"temporaries {size_text(estimate.temporary_bytes)}; at most {size_text(self.hardware.usable_bytes)}"
             + (f"; on the host, for each device: {size_text(estimate.host_bytes)} of exact parameters and optimizer state" if estimate.host_bytes else ""),
             f"evaluated {self.num_evaluated} strategies, {self.num_over_memory} of them over the memory; "
-            + (f"{self.num_slower} more are slower, as their model axes are already with smaller sizes; " if self.num_slower else "")
+            + (f"{self.num_slower} more are slower by bounds: what smaller sizes of their model axes compute and exchange takes longer already; " if self.num_slower else "")
             + f"{sum(self.refusals.values())} cannot be" + "".join(f"\n    {count} x {reason}" for reason, count in sorted(self.refusals.items(), key=lambda item: -item[1])),
             f"optimal within the model of costs, whose seconds are expected within ±{100 * self.hardware.error:.0f} % ({self.hardware.error_source}; constants: {self.hardware.source})",
         ]

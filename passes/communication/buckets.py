@@ -11,6 +11,9 @@ No element is added to another one than before, and ranks are summed in one orde
 element: XLA fuses what stands around a message differently, and contracts a product and a sum into one operation (FMA) where they are in
 one kernel (measured: GPT-2 with dropout differs by 1e-6; not without it, and not with `--xla_cpu_max_isa=AVX`, which has no FMA).
 
+What is scattered over one axis is often summed over another one next (ranks of `dp`, `cp`); then the members of a bucket are summed as one as well, before they
+are taken apart.
+
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is
 gathered where its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one
 of them. A bucket is closed when the next member would make it larger than `bucket_bytes`, which therefore bounds what is gathered, or kept
@@ -33,7 +36,7 @@ import torch.fx
 
 from graphacc.graph import StepGraph
 from graphacc.passes.communication.secondary import is_across_nodes
-from graphacc.passes.edit import Editor
+from graphacc.passes.edit import Editor, only_user
 from graphacc.passes.partition.axis import verify_collectives
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
@@ -239,21 +242,53 @@ def _late(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
     """Collectives of what the step computes, of which nothing is read by the last of their bucket."""
     available = _available(step)
     order = {node: i for i, node in enumerate(step.graph.nodes)}
+    follow: set[torch.fx.Node] = set()  # sums of what a collective in front of them gives, which share its bucket
     left: dict[Hashable, tuple[list[torch.fx.Node], int]] = {}  # members, and where the first reader of one of them is
     closed = []
     for node in step.graph.nodes:
         computed = node.target in _ROLES and not (node.target is GATHER and _operand(node) in available)
-        kind = _kind(node, bucket_bytes) if computed else None
+        kind = _kind(node, bucket_bytes) if computed and node not in follow else None
         if kind is None:
             continue
-        (waited,) = node.users
-        read = min((order[user] for user in waited.users), default=len(order))
+        sums = _sums_behind(node)
+        follow.update(sums)
+        (waited,) = sums[-1].users if sums else node.users
+        read = min((order[user] for user in _computing(waited)), default=len(order))
+        kind = kind, tuple(item.args[1:] for item in sums)
         members, first = left.pop(kind, ([], len(order)))
         if members and (first <= order[node] or sum(map(_bytes, members)) + _bytes(node) > bucket_bytes):
             closed.append(members)
             members, first = [], len(order)
         left[kind] = [*members, node], min(first, read)
     return [Bucket(tuple(members)) for members in [*closed, *(members for members, _ in left.values())] if len(members) > 1]
+
+
+def _computing(value: torch.fx.Node) -> list[torch.fx.Node]:
+    """The readers of a value, seen through views and casts, which follow it wherever it comes to be."""
+    found: list[torch.fx.Node] = []
+    for user in value.users:
+        found += _computing(user) if user.target in VIEWS and len(user.all_input_nodes) == 1 else [user]
+    return found
+
+
+def _move_behind(value: torch.fx.Node) -> None:
+    """Move the views and casts of a value behind it."""
+    for user in value.users:
+        if user < value:
+            value.append(user)
+            _move_behind(user)
+
+
+def _sums_behind(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The sums of a gradient over further axes that follow on a collective, one on the other, with nothing else that reads what is in between."""
+    found: list[torch.fx.Node] = []
+    while node.target in (SCATTER, REDUCE) and (waited := only_user(node)) is not None:
+        behind = only_user(waited)
+        if behind is None or behind.target is not REDUCE or behind.meta["move"].role is not Role.GRADIENT or place_of(behind) != place_of(node):
+            break
+        found.append(behind)
+        node = behind
+    return found
 
 
 def _parameter_order(members: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
@@ -306,6 +341,12 @@ def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node, multiple: int = 1)
     sent.meta["move"] = dataclasses.replace(at.meta["move"], value=members[0].meta["move"].value, size_bytes=bucket.size_bytes, tensors=len(members))
     parts: int = group[0] if target is GATHER else 1  # of what is received
     received = edit(collective.wait_tensor.default, sent)
+    sums = {node: _sums_behind(node) for node in members}
+    for following in zip(*sums.values(), strict=True):
+        sent = edit(REDUCE, received, *following[0].args[1:])
+        size = sum(node.meta["move"].size_bytes for node in following)
+        sent.meta["move"] = dataclasses.replace(following[0].meta["move"], size_bytes=size, tensors=len(members))
+        received = edit(collective.wait_tensor.default, sent)
     whole = edit.view(received, [parts, received.meta["val"].numel() // parts])
     start, pieces = 0, []
     for node, part in zip(members, flat):
@@ -313,7 +354,10 @@ def _join(step: StepGraph, bucket: Bucket, at: torch.fx.Node, multiple: int = 1)
         pieces.append(edit.view(edit(aten.slice.Tensor, whole, 1, start, start + size), list(node.meta["val"].shape)))
         start += part.meta["val"].shape[1]
     for node, piece in zip(members, pieces):  # behind the loop above, which inserts in front of one of them
-        (waited,) = node.users
+        (waited,) = (sums[node][-1] if sums[node] else node).users
         waited.replace_all_uses_with(piece)
-        step.graph.erase_node(waited)
-        step.graph.erase_node(node)
+        _move_behind(piece)
+        for item in reversed([node, *sums[node]]):
+            (waited,) = item.users
+            step.graph.erase_node(waited)
+            step.graph.erase_node(item)

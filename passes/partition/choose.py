@@ -15,7 +15,7 @@ from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, R
 from graphacc.passes.partition.rules import Call, Communicating, Dims, Emit, Label, Operand, Plan, is_replicated, replicate
 
 _FAR_LARGER = 64
-"""A sum of partial products is made rather than that so many times its bytes are moved to spare it."""
+"""A sum of partial products of what is split already is made rather than that so many times its bytes are moved to spare it."""
 
 
 def choose(call: Call, dims: Dims, *, counts_sums: bool = False, adds_once: bool = False) -> Plan:
@@ -33,7 +33,11 @@ def choose(call: Call, dims: Dims, *, counts_sums: bool = False, adds_once: bool
     plans.append(replicate(call, "cheaper than the alternatives"))
     if counts_sums and dims.matmul:  # products of activations keep what they make split (Megatron-LM), whatever the sizes; but a router's gradient is far smaller than its tokens
         least = min((_cost(call, plan) for plan in plans if not _sum_cost(call, plan)), default=math.inf)
-        return min(plans, key=lambda plan: (_cost(call, plan) == math.inf, _FAR_LARGER * _sum_cost(call, plan) > least, _cost(call, plan)))
+
+        def sums(plan: Plan) -> bool:
+            return _sum_cost(call, plan) > 0 and (_cost(call, plan) > 0 or _FAR_LARGER * _sum_cost(call, plan) > least)
+
+        return min(plans, key=lambda plan: (_cost(call, plan) == math.inf, sums(plan), _cost(call, plan)))
     return min(plans, key=lambda plan: _cost(call, plan) + (_sum_cost(call, plan) if counts_sums else 0))
 
 

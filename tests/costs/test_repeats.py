@@ -21,6 +21,7 @@ from graphacc.costs.repeats import Reduced, reduce_repeats
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.partition import Move
+from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.passes.planning import Planner
 from graphacc.strategy import Strategy
 
@@ -118,6 +119,16 @@ def test_three_layers_stand_for_six(name):
 
 
 STRATEGIES = ["dp=8", "fsdp=8", "tp=2,fsdp=4", "cp=2,fsdp=4"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "t5", "bert", "qwen3_moe", "clip"))])
+@pytest.mark.default_cases("gpt2", "mixtral")
+def test_splits_of_dropped_blocks_are_those_of_the_one_that_is_left(name):
+    step, _ = deep_steps(name, 6)
+    reduced, names = reduce_repeats(step), [item.target for item in step.inputs if item.kind is Kind.PARAM]
+    assert len(reduced.step.inputs) < len(step.inputs)
+    splits = find_tensor_parallel(step, 2, {}).splits
+    assert reduced.everywhere(find_tensor_parallel(reduced.step, 2, {}).splits, names) == splits and splits
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
