@@ -6,8 +6,8 @@ whole gradient first. Sums over two axes may be taken in either order:
     g [n] -> all-reduce over cp [n]             -> reduce-scatter over fsdp [n]
     g [n] -> reduce-scatter over fsdp [n]       -> all-reduce over cp [n / fsdp]
 
-as the ranks of `dp` have it already (Megatron-LM and torchtitan shard over dp * cp together, to the same effect). What stands between the two (casts to
-more bits, other layouts, padding) is linear, and stays in front of the scatter.
+as the ranks of `dp` have it already. (Megatron-LM and torchtitan go further: they shard over dp * cp together, so that the state is split over cp as well.) What stands
+between the two (casts to more bits, other layouts, padding) is linear, and stays in front of the scatter.
 """
 
 import dataclasses
