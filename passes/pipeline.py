@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from graphacc.errors import StrategyError
-from graphacc.graph import Kind, Phase, StepGraph
+from graphacc.graph import Kind, Phase, StepGraph, local_shape
 from graphacc.passes.attention import ATTACH_ATTENTION
 from graphacc.passes.batch import DATA_AXES, batch_dims_along, check_batch, split_axes
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
@@ -29,12 +29,12 @@ from graphacc.passes.narrow import NARROW_PARAMETERS
 from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
-from graphacc.passes.partition.placement import REPLICATE, Shard
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
 from graphacc.passes.partition.regroup import REGROUP_SUMS
 from graphacc.passes.partition.ring import hindrances
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
-from graphacc.passes.partition.zero import zero_layouts
+from graphacc.passes.partition.zero import batch_splits, split_before, state_split, zero_layouts
 from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
 from graphacc.passes.stages import mark_pass, owner_of
@@ -84,23 +84,25 @@ def build_pipeline(
     if in_chunks:
         passes.append(mark_heads_pass(strategy.loss_chunks))
     first, passes = passes, []
+    stage = strategy.zero_stage if strategy.offload is None or not strategy.zero_stage else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
     if strategy.zero_stage == 3:
         passes.append(REGATHER)
     if strategy.tp > 1:
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
         passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]
+    if strategy.ep > 1 and experts is None:
+        experts = find_experts(step)
     if strategy.cp > 1:
-        passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences))
+        passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences, experts=experts, stage=stage))
     if strategy.ep > 1:
-        passes.append(expert_parallel_pass(step, strategy, find_experts(step) if experts is None else experts, along[EP]))
-    stage = strategy.zero_stage if strategy.offload is None or strategy.fsdp == 1 else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
+        passes.append(expert_parallel_pass(step, strategy, experts, along[EP]))
     if strategy.fsdp > 1:
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
         passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
-        if stage and not {TP, CP, EP}.isdisjoint(strategy.mesh):
-            passes.append(SCATTER_FIRST)
+    if stage and not {TP, EP}.isdisjoint(strategy.mesh):
+        passes.append(SCATTER_FIRST)
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
     if in_chunks:
@@ -131,7 +133,7 @@ def partition_pass(
     """The partition along one data axis."""
 
     def decide(step: StepGraph) -> AxisPlan:
-        layouts = zero_layouts(step, num_ranks, stage, batch_dims)
+        layouts = zero_layouts(step, stage, batch_splits(step, batch_dims), lambda shape: state_split(shape, num_ranks))
         plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state, reduce_narrow=reduce_narrow)
         return quantization.of(plan, step)
 
@@ -157,7 +159,9 @@ def tensor_parallel_plan(step: StepGraph, strategy: Strategy, splits: Mapping[st
     return assign(step, TP, strategy.tp, layouts.inputs, layouts.outputs, lambda shape: None, layouts.model_parallel, layouts.pins)
 
 
-def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False) -> Pass:
+def context_parallel_pass(
+    step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False, *, experts: Collection[str] | None, stage: int
+) -> Pass:
     """The partition along `cp`: the sequence is split through the whole model.
 
     Attention exchanges the sequence's split for one of the heads and back, by all-to-all (Jacobs et al., "DeepSpeed Ulysses",
@@ -165,6 +169,8 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
 
     Args:
         whole_sequences: a batch none of whose sequences divide is computed by every rank, with a note, instead of refused.
+        experts: the parameters that `ep` splits, if it does.
+        stage: of ZeRO: what it splits over `fsdp` is split over `cp` too.
 
     Raises:
         StrategyError: no batch input has a sequence that divides.
@@ -179,8 +185,9 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
         splits, whole = {}, (f"every device of cp computes whole sequences: {error}",)
 
     def decide(step: StepGraph) -> AxisPlan:
-        outputs = {(item.kind, item.target): REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
+        shapes = {local_shape(item.shape, item.shards) for item in step.inputs if item.kind is Kind.PARAM and item.target in (experts or ())}
+        layouts = zero_layouts(step, stage, names, lambda shape: split_before(shape, strategy.cp, strategy.fsdp, kept=int(shape in shapes)))
         hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
         for node in step.graph.nodes:
             if node.target in FLASH:
@@ -191,10 +198,10 @@ def context_parallel_pass(step: StepGraph, strategy: Strategy, batch_dims: Mappi
             for node, why in hindered.items()
             if node.meta["phase"] is Phase.FORWARD
         )
-        plan = assign(step, CP, strategy.cp, names, outputs, lambda shape: None, pins=pins, reduce_narrow=strategy.reduces_narrow)
+        plan = assign(step, CP, strategy.cp, layouts.inputs, layouts.outputs, layouts.state, pins=pins, reduce_narrow=strategy.reduces_narrow)
         return dataclasses.replace(plan, notes=(*whole, *notes))
 
-    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole)
+    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole), stage, strategy.fsdp if stage else 1, tuple(sorted(experts or ()))
     return axis_pass(CP, strategy.cp, decide, key=key)
 
 

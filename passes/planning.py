@@ -103,7 +103,7 @@ def _ranks(plan: AxisPlan, name: str) -> int:
 def _sums_of_parts(step: StepGraph, plan: AxisPlan) -> set[str]:
     """The sums of gradients that are made behind the scatters of this plan (`SCATTER_FIRST`)."""
     scattered = {move.value for move in plan.moves if move.collective == "reduce_scatter" and move.role is Role.GRADIENT}
-    return {sums.name for node in step.graph.nodes if node.name in scattered for sums in sums_in_front_of(node)}
+    return {sums.name for node in step.graph.nodes if node.name in scattered for sums in sums_in_front_of(node, scattered=True)}
 
 
 class Planner:

@@ -14,7 +14,7 @@ import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
-from graphacc.strategy.axes import EP, FSDP, PP, TP
+from graphacc.strategy.axes import CP, EP, FSDP, PP, TP, ZERO_AXES
 from graphacc import collector
 from graphacc._compat.random_state import kept_random_state
 from graphacc.costs.work import flops_by_dtype
@@ -445,16 +445,16 @@ class Programs:
     def _first_layout(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> Input:
         """Sharded along the axes along which programs may shard it."""
         shards: list[MeshShard] = []
-        for axis in (EP, TP, PP, FSDP):
+        for axis in (EP, TP, PP, CP, FSDP):
             size, local = self.mesh.shape.get(axis, 1), local_shape(shape, shards)
             split = state_split(local, size) if size > 1 and self._is_split(kind, axis) else None
-            if split is not None and (axis == FSDP or not split.padding):
+            if split is not None and (axis in ZERO_AXES or not split.padding):
                 shards.append(MeshShard(axis=axis, size=size, dim=split.dim))
         return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=tuple(shards))
 
     def _is_split(self, kind: Kind, axis: str) -> bool:
         stage = {Kind.PARAM: 3, Kind.STATE: 1}.get(kind)
-        return stage is not None and (axis != FSDP or self.strategy.zero_stage >= stage)
+        return stage is not None and (axis not in ZERO_AXES or self.strategy.zero_stage >= stage)
 
     def _note_written(self, kind: Kind, target: str) -> None:
         if kind is Kind.PARAM and self.offload is not None:
@@ -619,7 +619,7 @@ class Programs:
             reason = "; ".join(filter(None, (reason, "one matrix per expert")))
         pinned = item.target in self.annotations or self.splits.reasons.get(item.target) == "annotation"
         who = ["user" if pinned else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
-        if any(shard.axis == FSDP for shard in item.shards):
+        if any(shard.axis in ZERO_AXES for shard in item.shards):
             who.append("default" if self.strategy.zero is None else "user")
             reason = "; ".join(filter(None, (reason, f"ZeRO-{self.strategy.zero_stage}")))
         return TensorDecision(

@@ -8,8 +8,9 @@ What `dp`, `fsdp` and `zero` add to it are collectives of known bytes and shares
     ZeRO-1    scatter of every gradient, gather of the updated weight                   over fsdp; all-reduce of the scattered part over dp
     none      all-reduce of every gradient                                              over dp
 
-(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) What tp, cp and ep sum of gradients is scattered before. Collectives of the data axes, and
-sums of gradients, hide behind the computation of their phase where the hardware runs them at the same time; what tp, cp and ep sum and exchange of activations is waited for.
+(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) What ZeRO splits over fsdp it splits over cp as well: gathers and scatters over fsdp
+then move the part that those over cp leave, and a profile's sums over cp become scatters. What tp and ep sum of gradients is scattered before. Collectives of the data axes, and
+those of weights and gradients, hide behind the computation of their phase where the hardware runs them at the same time; what tp, cp and ep sum and exchange of activations is waited for.
 """
 
 import dataclasses
@@ -22,10 +23,12 @@ from graphacc.costs.hardware import Hardware
 from graphacc.graph import Phase
 from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
 from graphacc.passes.partition.plan import Role
-from graphacc.passes.partition.zero import state_split
+from graphacc.passes.partition.zero import split_before
 from graphacc.search.cost import GraphCost, Moved, Weight, move_seconds
-from graphacc.strategy.axes import DP, FSDP, GRADIENT_AXES
+from graphacc.strategy.axes import CP, DP, FSDP, GRADIENT_AXES
 from graphacc.strategy.spec import Strategy
+
+_HIDE = (Role.WEIGHT, Role.GRADIENT)
 
 SLOWED = 1.05
 """How much longer computation takes beside collectives (Galvatron measures 1.1 to 1.3 on PCIe; NVLink's copies take few multiprocessors)."""
@@ -81,6 +84,15 @@ class Composed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Messages:
+    """What one rank moves in a microbatch, and in the update."""
+
+    moved: tuple[Moved, ...]
+    scattered: tuple[float, ...]  # sizes of the messages that scatter gradients first; none: gradients stay whole
+    transient_bytes: int  # of what is gathered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
     """Seconds of computation, and those in which a device waits for messages."""
 
@@ -115,7 +127,7 @@ class Profile:
     def floor(self, strategy: Strategy, hardware: Hardware) -> float:
         """Seconds of what every rank computes and waits for, also where one of the model axes is larger; of a pipeline, without its bubble.
 
-        Not in it: what the data axes may divide or hide, and sums of gradients over a model axis, which shrink with the weights that another axis splits.
+        Not in it: what the data axes may divide or hide, and what moves weights and gradients over a model axis, which shrinks with the weights that another axis splits.
         """
         once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(_cast_bytes(self.cost.weights), hardware)
         return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in self._waited_for))
@@ -158,12 +170,12 @@ class Profile:
     @functools.cached_property
     def _waited_for(self) -> list[Moved]:
         """The messages of the model axes that every rank waits for, also where one of these is larger."""
-        return [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role is not Role.GRADIENT]
+        return [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role not in _HIDE]
 
     def gradient_bytes(self, strategy: Strategy) -> int:
         """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
         whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
-        return whole // strategy.fsdp if strategy.zero_stage >= 2 or strategy.offload is not None else whole
+        return whole // strategy.zero_ranks if strategy.zero_stage >= 2 or strategy.offload is not None else whole
 
     def estimate(self, strategy: Strategy, hardware: Hardware, *, sums_once: bool = False) -> Estimate:
         """Compose the estimate of a strategy with this profile's model-parallel axes.
@@ -187,7 +199,7 @@ class Profile:
         end = 0
         if self.updates and strategy.microbatches == 1 and strategy.offload is None:
             whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
-            end = (whole // strategy.fsdp if scattered else whole) + max(0, self.released_bytes - self.saved_bytes)
+            end = (whole // strategy.zero_ranks if scattered else whole) + max(0, self.released_bytes - self.saved_bytes)
         return max(begin, end) + sent
 
     def _host_update_seconds(self, strategy: Strategy, hardware: Hardware, share: float) -> float:
@@ -205,55 +217,84 @@ class Profile:
 
     def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
         """With what `dp`, `fsdp` and `zero` add."""
-        stage, ranks = strategy.zero_stage, strategy.fsdp
-        weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
-        kept = sum(weight.size_bytes for weight in weights)
-        trained = [weight for weight in weights if weight.trained]
-        state = sum(self.state_bytes.get(weight.name, 0) for weight in weights)
-        gathered = [weight.travels_bytes for weight in weights]
-        gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
-        moved, secondary = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES], 0
-        bucket = _bucket_bytes(strategy, sum(gathered))
-        if stage == 3:
-            again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
-            if (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
-                once = [weight.travels_bytes for weight in weights if weight.gathers <= 1]
-                secondary = sum(again) // group
-                moved += [_gathers(Phase.FORWARD, once, bucket), _gathers(Phase.FORWARD, [size // group for size in again], bucket, f"{FSDP}%{group}")]
-                moved += [_gathers(phase, again, bucket, f"{FSDP}/{group}") for phase in (Phase.FORWARD, Phase.BACKWARD)]
-            else:
-                moved += [_gathers(phase, sizes, bucket) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
-        elif stage:
-            moved.append(_gathers(Phase.UPDATE, [weight.size_bytes for weight in trained], bucket))
-        scattered = _messages(gradients, bucket, bucket // 2)
-        summed = functools.partial(_sums, bucket=bucket, ranks=ranks if stage else 1)
-        moved = [_gradients(item.axis, item.kind, summed([(size, count) for _, size, count in item.each])) if item.each else item for item in moved]
-        if stage:
-            moved.append(_gradients(FSDP, "reduce_scatter", scattered))
-        if strategy.dp > 1:
-            moved.append(_gradients(DP, "all_reduce", summed([(size, 1) for size in gradients])))
-        share = 1 / ranks if stage else 1.0
-        transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
+        stage, weights = strategy.zero_stage, self.cost.weights
+        kept = sum(weight.count * weight.size_bytes for weight in weights)
+        trained = sum(weight.count * weight.size_bytes for weight in weights if weight.trained)
+        state = sum(weight.count * self.state_bytes.get(weight.name, 0) for weight in weights)
+        messages = self._messages_of(strategy)
+        share = 1 / strategy.zero_ranks
         cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
         offloads = strategy.offload is not None
         kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
         seconds = dict(self.cost.seconds)
-        seconds[Phase.FORWARD] -= _stream_seconds(sum(weight.size_bytes + weight.travels_bytes for weight in cast) * (1 - share), hardware)
+        seconds[Phase.FORWARD] -= _stream_seconds(_cast_bytes(cast) * (1 - share), hardware)
         for phase, size in _reordered_bytes(weights, strategy).items():
             seconds[phase] += _stream_seconds(size, hardware)
-        transient -= round(sum(weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
+        transient = messages.transient_bytes - round(sum(weight.count * weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
         return Composed(
             seconds=seconds,
-            moved=tuple(moved),
+            moved=messages.moved,
             update_seconds=self._host_update_seconds(strategy, hardware, share) if offloads else _stream_seconds(self.update_bytes * share, hardware),
             sizes={
                 "parameter_bytes": round(kept_bytes * (share if stage == 3 else 1.0)),
                 "state_bytes": 0 if offloads else round(state * share),
-                "host_bytes": round((state + sum(weight.size_bytes for weight in trained)) * share) if offloads else 0,
+                "host_bytes": round((state + trained) * share) if offloads else 0,
                 "other_bytes": self.cost.other_bytes,
-                "temporary_bytes": self._temporary_bytes(strategy, hardware, scattered if stage else ()) + transient + secondary,
+                "temporary_bytes": self._temporary_bytes(strategy, hardware, messages.scattered) + transient,
             },
         )
+
+    def _messages_of(self, strategy: Strategy) -> "_Messages":
+        """What a strategy moves in a microbatch; made once for all that share the state alike."""
+        alike = strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
+        if alike not in self._known_messages:
+            self._known_messages[alike] = self._made_messages(strategy)
+        return self._known_messages[alike]
+
+    @functools.cached_property
+    def _known_messages(self) -> dict[tuple, "_Messages"]:
+        return {}
+
+    def _made_messages(self, strategy: Strategy) -> "_Messages":
+        stage, ranks = strategy.zero_stage, strategy.fsdp
+        weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
+        trained = [weight for weight in weights if weight.trained]
+        gathered = [weight.travels_bytes for weight in weights]
+        gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
+        moved, secondary = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES], 0
+        bucket = _bucket_bytes(strategy, sum(gathered))
+        within = strategy.cp if stage else 1  # ranks that share what those of fsdp leave
+        if stage == 3:
+            again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
+            if (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
+                once = [weight.travels_bytes for weight in weights if weight.gathers <= 1]
+                secondary = sum(again) // group // within
+                across = _gathers(Phase.FORWARD, [size // group // within for size in again], bucket, f"{FSDP}%{group}")
+                moved += [_gathers(Phase.FORWARD, once, bucket, FSDP, within), across]
+                moved += [_gathers(phase, again, bucket, f"{FSDP}/{group}", within) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+            elif ranks > 1:
+                moved += [_gathers(phase, sizes, bucket, FSDP, within) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
+            if within > 1:
+                moved += [_gathers(phase, sizes, bucket, CP) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
+        elif stage:
+            updated = [weight.size_bytes for weight in trained]
+            moved += [_gathers(Phase.UPDATE, updated, bucket, axis, parts) for axis, size, parts in ((FSDP, ranks, within), (CP, within, 1)) if size > 1]
+        scattered = _messages(gradients, bucket, bucket // 2)
+        summed = functools.partial(_sums, bucket=bucket, ranks=strategy.zero_ranks)
+        sums = [item for item in moved if item.each]
+        moved = [item for item in moved if not item.each]
+        moved += [_gradients(item.axis, item.kind, summed([(size, count) for _, size, count in item.each])) for item in sums if not (stage and item.axis == CP)]
+        if within > 1:
+            moved.append(_gradients(CP, "reduce_scatter", scattered))
+        elif strategy.cp > 1 and not any(item.axis == CP for item in sums):  # of weights alone
+            moved.append(_gradients(CP, "all_reduce", summed([(size, 1) for size in gradients])))
+        if stage and ranks > 1:
+            moved.append(_gradients(FSDP, "reduce_scatter", _messages([size / within for size in gradients], bucket, bucket // 2)))
+        if strategy.dp > 1:
+            moved.append(_gradients(DP, "all_reduce", summed([(size, 1) for size in gradients])))
+        transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
+        transient += transient // within if within > 1 and ranks > 1 else 0  # what fsdp gives and cp gathers
+        return _Messages(moved=tuple(moved), scattered=scattered if stage else (), transient_bytes=transient + secondary)
 
 
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
@@ -287,7 +328,7 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
         axis = item.axis.partition("/")[0].partition("%")[0]
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
         time = move_seconds(item, strategy.mesh, hardware) * (1 if once else count)
-        if (axis in GRADIENT_AXES or item.role is Role.GRADIENT) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
+        if (axis in GRADIENT_AXES or item.role in _HIDE) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:
             exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
@@ -306,26 +347,35 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phas
     """Read and written by copies around gathers and scatters of what is split along another dim than the first: ranks' blocks are interleaved there."""
     found: dict[Phase, int] = dict.fromkeys(Phase, 0)
     for weight in weights if strategy.zero_stage else ():
-        split = state_split(weight.shape, strategy.fsdp)
+        travels = weight.count * weight.travels_bytes
+        gradient = travels if strategy.reduces_narrow else weight.count * weight.size_bytes
+        split = split_before(weight.shape, strategy.cp, strategy.fsdp)
         if strategy.hpz > 1 and weight.gathers > 1:  # the parts of a node come into the order of the ranks
-            found[Phase.FORWARD] += 2 * weight.travels_bytes
-            found[Phase.BACKWARD] += 2 * weight.travels_bytes
-        if split is None or split.dim == 0:
+            found[Phase.FORWARD] += 2 * travels // strategy.cp
+            found[Phase.BACKWARD] += 2 * travels // strategy.cp
+        if split is None:
             continue
+        steps = 1 / strategy.cp * (strategy.cp > 1 and strategy.fsdp > 1)  # what one step gives is put together for the next one
+        if split.dim:
+            steps += 1
         if strategy.zero_stage == 3:
-            found[Phase.FORWARD] += 2 * weight.travels_bytes
-            found[Phase.BACKWARD] += 2 * weight.travels_bytes * (weight.gathers > 1)
+            found[Phase.FORWARD] += round(2 * steps * travels)
+            found[Phase.BACKWARD] += round(2 * steps * travels * (weight.gathers > 1))
         if weight.trained:
-            gradient = weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes
-            found[Phase.BACKWARD] += 2 * gradient + (weight.travels_bytes + gradient) * weight.gradient_is_strided
+            strided = (travels + gradient) * weight.gradient_is_strided if split.dim else 0
+            found[Phase.BACKWARD] += round(2 * steps * gradient) + strided
     return found
 
 
-def _gathers(phase: Phase, sizes: Sequence[int], bucket: int, axis: str = FSDP) -> Moved:
-    """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`)."""
+def _gathers(phase: Phase, sizes: Sequence[int], bucket: int, axis: str, parts: int = 1) -> Moved:
+    """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`).
+
+    Args:
+        sizes: of whole tensors, of which so many `parts` each are gathered here.
+    """
     small = [size for size in sizes if size <= SMALL_BYTES]
     messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
-    return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages))
+    return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages) // parts)
 
 
 def _gradients(axis: str, kind: str, messages: tuple[float, ...]) -> Moved:

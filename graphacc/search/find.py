@@ -60,6 +60,9 @@ HPZ_SAVES = 0.05
 """Share of a step that hpZ has to save, which takes more memory; its estimates are up to 4 % below what the real passes give."""
 MARGIN = 0.08
 """Of temporaries, over what is predicted."""
+_BOUNDS = 4
+"""Profiles by which one is bounded that is not made."""
+
 _SHOWN = 5
 _MODEL_PARALLEL = (TP, "sequence_parallel", CP, "context", EP)
 _PROFILED = (*_MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor", "loss_chunks")  # fields that decide a profile, besides the local batch
@@ -337,13 +340,17 @@ class Search:
         return sorted(found, key=_order), max(limit, best * (1 + AGREES)), num_slower
 
     def _is_slower(self, members: list[Strategy], profiled: list[tuple[Strategy, Profile]], limit: float) -> bool:
-        """Whether all strategies of one profile, which is not made yet, are above `limit` by the profile of the largest model axes below theirs."""
+        """Whether all strategies of one profile, which is not made yet, are above `limit` by one of the profiles of the largest model axes below theirs."""
         first = members[0]
-        within = [item for item in profiled if _is_within(item[0], first)]
-        if first.offload is not None or self._profile_key(first) in self._profiles or not within:
+        if first.offload is not None or self._profile_key(first) in self._profiles:
             return False
-        below, profile = max(within, key=lambda item: math.prod(_sizes(item[0])))
-        return all(profile.bounded_by(below, strategy, self.hardware) > limit for strategy in members)
+        within = sorted((item for item in profiled if _is_within(item[0], first)), key=lambda item: -math.prod(_sizes(item[0])))
+        left = members
+        for below, profile in within[:_BOUNDS]:  # one has the exchange of tokens, another one that of heads
+            left = [strategy for strategy in left if profile.bounded_by(below, strategy, self.hardware) <= limit]
+            if not left:
+                return True
+        return False
 
     def _estimated(self, strategies: Iterable[Strategy], refusals: Refusals) -> Ranking:
         found: dict[Strategy, Estimate] = {}

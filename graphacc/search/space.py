@@ -192,7 +192,7 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limit
             schedules += ("gpipe", 1), ("interleaved", request.pins.get("chunks", 2))
     schedules = tuple(dict.fromkeys(item for item in schedules if request.pins.get("schedule", item[0]) == item[0] and request.pins.get("chunks", item[1]) == item[1]))
     free = {
-        "zero": (None, 1) if mesh[FSDP] > 1 and microbatches == 1 else (None, 2, 1) if mesh[FSDP] > 1 else (None,),
+        "zero": _stages(mesh, microbatches),
         "sequence_parallel": (False, True) if mesh[TP] > 1 else (False,),
         "context": CONTEXTS if mesh[CP] > 1 else CONTEXTS[:1],
     }
@@ -200,8 +200,16 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limit
     for (schedule, chunks), *values in itertools.product(schedules, *(free[name] for name in names)):
         found = dict(zip(names, values)) | {"schedule": schedule, "chunks": chunks}
         yield found
-        if "hpz" not in request.pins and found.get("zero", request.pins.get("zero")) in (None, 3) and (within := _ranks_of_host(mesh, limits)) is not None:
+        if "hpz" not in request.pins and found.get("zero", request.pins.get("zero")) in (None, 3) and mesh[FSDP] > 1 and (within := _ranks_of_host(mesh, limits)) is not None:
             yield found | {"hpz": within}
+
+
+def _stages(mesh: Mapping[str, int], microbatches: int) -> tuple[int | None, ...]:
+    """ZeRO's stages over `fsdp` and `cp`, None for what a strategy does without one."""
+    split = (1,) if microbatches == 1 else (2, 1)
+    if mesh[FSDP] > 1:
+        return (None, *split)
+    return (None, 3, *split) if mesh[CP] > 1 else (None,)
 
 
 def _ranks_of_host(mesh: Mapping[str, int], limits: Limits) -> int | None:

@@ -8,6 +8,9 @@ DATA_AXES = (EP, FSDP, DP)
 GRADIENT_AXES = (DP, FSDP)
 """Their ranks work on the same parameters; gradients are summed over them in the backward, which may hide that."""
 
+ZERO_AXES = (CP, FSDP)
+"""Their ranks share what ZeRO splits, in the order in which it is split."""
+
 MODEL_AXES = (TP, CP)
 """Their ranks work on the same samples: on other features, or on other tokens."""
 

@@ -34,7 +34,7 @@ class Strategy:
 
     dp: int = 1  # replicas that split the batch and keep whole parameters
     fsdp: int = 1  # ranks that split the batch and the state that `zero` names
-    zero: int | None = None  # ZeRO stage on `fsdp`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3
+    zero: int | None = None  # ZeRO stage over the ranks of `fsdp` and `cp`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3 with fsdp, and nothing is split without
     tp: int = 1  # tensor parallelism
     sequence_parallel: bool = False  # along tp: activations between blocks are split along the sequence
     tp_by: str = "passes"  # who partitions along tp: GraphAcc's "passes", with explicit collectives, or "spmd": XLA's SPMD partitioner, which gets the marks of parameters and sequences and partitions the whole step, dp and fsdp too
@@ -109,8 +109,8 @@ class Strategy:
             raise StrategyError("reduce_dtype='bf16' is for gradients that travel as they are, and quantized_gradients sends them as int4: leave one of the two out")
         self._check_quantization()
         self._check_offload()
-        if self.zero is not None and self.fsdp == 1:
-            raise StrategyError(f"zero={self.zero} shards over the fsdp axis, which has size 1: set fsdp to the number of ranks, or leave zero unset")
+        if self.zero is not None and self.fsdp == self.cp == 1:
+            raise StrategyError(f"zero={self.zero} shards over the axes fsdp and cp, which have size 1: set fsdp to the number of ranks, or leave zero unset")
 
     def _check_partitioner(self) -> None:
         if self.tp_by not in PARTITIONERS:
@@ -133,14 +133,14 @@ class Strategy:
         for name in ("quantized_weights", "quantized_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise StrategyError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.quantized_weights and self.zero_stage != 3:
+        if self.quantized_weights and (self.zero_stage != 3 or self.fsdp == 1):
             raise StrategyError(
                 f"quantized_weights=True is about the weights that ZeRO-3 gathers; with fsdp={self.fsdp},zero={self.zero} the replicas of a weight "
                 f"would keep the error: set fsdp and zero=3, or leave quantized_weights out"
             )
         if self.quantized_gradients and self.fsdp == 1:
             raise StrategyError("quantized_gradients=True is about what the fsdp axis scatters, which has size 1: set fsdp, or leave it out")
-        if self.hpz > 1 and self.zero_stage != 3:
+        if self.hpz > 1 and (self.zero_stage != 3 or self.fsdp == 1):
             raise StrategyError(f"hpz={self.hpz} is about the second gather of ZeRO-3: set fsdp and zero=3, or leave hpz out")
         if self.hpz > 1 and self.hpz == self.fsdp:
             raise StrategyError(f"hpz={self.hpz} is all of fsdp={self.fsdp}, so that the secondary partition would be the primary one: leave hpz out")
@@ -191,10 +191,13 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage in force: 0 without an fsdp axis."""
-        if self.fsdp == 1:
-            return 0
-        return 3 if self.zero is None else self.zero
+        """The ZeRO stage in force: 0 without an fsdp axis, unless `zero` asks for one over `cp`."""
+        return (3 if self.fsdp > 1 else 0) if self.zero is None else self.zero
+
+    @property
+    def zero_ranks(self) -> int:
+        """The ranks over which that splits."""
+        return self.fsdp * self.cp if self.zero_stage else 1
 
     @property
     def data_ranks(self) -> int:

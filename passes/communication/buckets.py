@@ -11,8 +11,9 @@ No element is added to another one than before, and ranks are summed in one orde
 element: XLA fuses what stands around a message differently, and contracts a product and a sum into one operation (FMA) where they are in
 one kernel (measured: GPT-2 with dropout differs by 1e-6; not without it, and not with `--xla_cpu_max_isa=AVX`, which has no FMA).
 
-What is scattered over one axis is often summed over another one next (ranks of `dp`, `cp`); then the members of a bucket are summed as one as well, before they
-are taken apart.
+What is scattered over one axis is often summed over another one next (ranks of `dp`, `tp`); then the members of a bucket are summed as one as well, before they
+are taken apart. Under `cp` ZeRO takes two steps (`passes/partition/zero.py`), which have buckets of their own: a gather over `fsdp` counts as what the one over
+`cp` makes of it, and gradients are scattered over `cp` in buckets before those of `fsdp` are made.
 
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is
 gathered where its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one
@@ -28,7 +29,7 @@ single one writes in place.
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -68,22 +69,19 @@ class Bucket:
         return sum(_bytes(node) for node in self.members)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class BucketReport:
     """What was joined, and what was left alone."""
 
-    joined: dict[tuple[str, str, str], tuple[int, int, int]]  # axis, phase and collective -> buckets, tensors, bytes
     num_before: int  # collectives
+    joined: dict[tuple[str, str, str], tuple[int, int, int]] = dataclasses.field(default_factory=dict)  # axis, phase and collective -> buckets, tensors, bytes
 
-    @classmethod
-    def of(cls, buckets: list[Bucket], num_before: int) -> "BucketReport":
-        joined: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+    def add(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             move = bucket.members[0].meta["move"]
             key = move.axis, move.phase.value, f"{move.collective} of {move.role.value}s"
-            count, tensors, size = joined.get(key, (0, 0, 0))
-            joined[key] = count + 1, tensors + len(bucket.members), size + bucket.size_bytes
-        return cls(joined, num_before)
+            count, tensors, size = self.joined.get(key, (0, 0, 0))
+            self.joined[key] = count + 1, tensors + len(bucket.members), size + bucket.size_bytes
 
     @property
     def num_after(self) -> int:
@@ -104,15 +102,19 @@ def bucket_pass(bucket_bytes: int | None, multiple: int = 1) -> Pass:
     """
 
     def run(step: StepGraph, log: Log) -> StepGraph:
-        before, limit = _count(step), _limit(step) if bucket_bytes is None else bucket_bytes
-        early, late = _early(step, limit), _late(step, limit)
-        log.rewrote(len(early) + len(late))
-        report = BucketReport.of([*early, *late], before)
+        log.details = report = BucketReport(_count(step))
+        limit, given = _limit(step) if bucket_bytes is None else bucket_bytes, _gathers_of_given(step)
+        early, first = _early(step, limit, given), _late(step, limit, given, first=True)
+        report.add([*early, *first])
         for bucket in early:
             _join_early(step, bucket)
+        for bucket in first:
+            _join(step, bucket, bucket.members[-1])
+        late = _late(step, limit, given)
+        report.add(late)
         for bucket in late:
             _join(step, bucket, bucket.members[-1], multiple if bucket.members[-1].meta["move"].bits else 1)
-        log.details = report
+        log.rewrote(len(early) + len(first) + len(late))
         return step
 
     return Pass(name="buckets", exact=False, optional=True, run=run, verify=verify_collectives, key=("buckets", bucket_bytes, multiple))
@@ -149,7 +151,7 @@ def _kind(node: torch.fx.Node, bucket_bytes: int) -> Hashable | None:
     if target not in _ROLES or node.meta["move"].role not in _ROLES[target]:
         return None
     limit = SMALL_BYTES if target is REDUCE else bucket_bytes // 2
-    if _bytes(node) > limit or len(node.users) != 1:
+    if _bytes(last_gather(node)) > limit or len(node.users) != 1:
         return None
     what = node.meta["val"].dtype, node.meta["move"].bits, target is GATHER and is_small(node)
     return node.target, node.args[1:], what, place_of(node)
@@ -165,47 +167,87 @@ def place_of(node: torch.fx.Node) -> Hashable:
 
 def is_small(node: torch.fx.Node) -> bool:
     """Whether a collective moves one small tensor, or nothing but small ones."""
+    node = last_gather(node)
     return node.meta["move"].size_bytes <= SMALL_BYTES * node.meta["move"].tensors
 
 
-def _is_large_weight(node: torch.fx.Node) -> bool:
-    return node.target is GATHER and node.meta["move"].role in _ROLES[GATHER] and not is_small(node) and not is_across_nodes(node)
+def is_of_weights(node: torch.fx.Node) -> bool:
+    """Whether a node gathers parameters, or what an optimizer makes of them."""
+    return node.target is GATHER and node.meta["move"].role in _ROLES[GATHER]
+
+
+def last_gather(node: torch.fx.Node) -> torch.fx.Node:
+    """The gather over another axis that takes what a gather of weights gives, as ZeRO's does under `cp`; other collectives as they are."""
+    while is_of_weights(node) and not is_across_nodes(node) and (behind := next((user for user in _passed_on(node)[1]), None)) is not None:
+        node = behind
+    return node
 
 
 def readers(gather: torch.fx.Node) -> list[torch.fx.Node]:
-    """The calls that compute with what is gathered, seen through views and codes."""
-    found, left, seen = [], [gather], set()
+    """The calls that compute with what is gathered, seen through views, codes and gathers over further axes."""
+    found, left = list[torch.fx.Node](), [gather]
+    while left:
+        others, further = _passed_on(left.pop())
+        found += others
+        left += further
+    return list(dict.fromkeys(found))
+
+
+def _passed_on(gather: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """What reads a gathered tensor, seen through views and codes: calls that compute with it, and gathers over further axes, of buckets too."""
+    found, further = list[torch.fx.Node](), list[torch.fx.Node]()
+    left, seen = [gather], set[torch.fx.Node]()
     while left:
         for user in left.pop().users:
             if user in seen or user.op != "call_function":
                 continue
             seen.add(user)
-            (left if user.target in VIEWS or user.target in _SEEN_THROUGH else found).append(user)
-    return found
+            if user.target in VIEWS or user.target in _SEEN_THROUGH:
+                left.append(user)
+            elif is_of_weights(user):
+                further.append(user)
+            elif user.target is aten.cat.default and (sent := _bucket_of(user)) is not None:
+                further.append(sent)
+            else:
+                found.append(user)
+    return found, further
 
 
-def _early(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
+def _bucket_of(joined: torch.fx.Node) -> torch.fx.Node | None:
+    """The gather of a bucket, of what its members were joined to."""
+    flat = only_user(joined)
+    sent = None if flat is None else only_user(flat)
+    return sent if sent is not None and is_of_weights(sent) else None
+
+
+def _gathers_of_given(step: StepGraph) -> set[torch.fx.Node]:
+    """Gathers of what is there from the start."""
+    available = _available(step)
+    return {node for node in step.graph.nodes if is_of_weights(node) and _operand(node) in available}
+
+
+def _early(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node]) -> list[Bucket]:
     """Gathers of what is there from the start, in the order of first use.
 
     A bucket of large tensors is closed by any other gather of one, so that nothing that is not in it is read between its members, and
     buckets can be given back in the order in which they came.
     """
-    available, kept = _available(step), _kept(step, bucket_bytes)
+    kept = _kept(step, bucket_bytes)
     left: dict[Hashable, list[torch.fx.Node]] = {}
     last: dict[Hashable, Hashable] = {}  # phase and segment -> the kind of the last large tensor
     closed = []
     for node in step.graph.nodes:
-        if node.target is not GATHER or node.meta["move"].role not in _ROLES[GATHER] or _operand(node) not in available:
+        if node not in given:
             continue
         kind = None if node in kept else _kind(node, bucket_bytes), _anchor(node) is None
-        place = place_of(node), is_across_nodes(node)
+        place = place_of(node), is_across_nodes(node), last_gather(node) is node
         if not is_small(node) and last.setdefault(place, kind) != kind:
             closed.append(left.pop(last[place], []))
             last[place] = kind
         if kind[0] is None:
             continue
         members = left.setdefault(kind, [])
-        if sum(map(_bytes, members)) + _bytes(node) > bucket_bytes:
+        if sum(_bytes(last_gather(member)) for member in [*members, node]) > bucket_bytes:
             closed.append(left.pop(kind))
             members = left.setdefault(kind, [])
         members.append(node)
@@ -216,15 +258,15 @@ def _kept(step: StepGraph, bucket_bytes: int) -> set[torch.fx.Node]:
     """Gathers that are read again after more than a bucket of others, as a tied embedding is: in a bucket they would keep the rest of it."""
     found: set[torch.fx.Node] = set()
     gathered, since = 0, dict[torch.fx.Node, int]()  # bytes of large tensors so far, and up to each node
+    large = {node for node in step.graph.nodes if is_of_weights(node) and not is_small(node) and not is_across_nodes(node)}
     for node in step.graph.nodes:
-        if _is_large_weight(node):
+        if node in large and last_gather(node) is node:
             gathered += _bytes(node)
         since[node] = gathered
-    for node in step.graph.nodes:
-        if _is_large_weight(node):
-            last = max((since[reader] for reader in readers(node)), default=0)
-            if last - since[node] > bucket_bytes:
-                found.add(node)
+    for node in large:
+        last = max((since[reader] for reader in readers(node)), default=0)
+        if last - since[last_gather(node)] > bucket_bytes:
+            found.add(node)
     return found
 
 
@@ -238,41 +280,62 @@ def _available(step: StepGraph) -> set[torch.fx.Node]:
     return early
 
 
-def _late(step: StepGraph, bucket_bytes: int) -> list[Bucket]:
-    """Collectives of what the step computes, of which nothing is read by the last of their bucket."""
-    available = _available(step)
+def _late(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node], *, first: bool = False) -> list[Bucket]:
+    """Collectives of what the step computes, of which nothing is read by the last of their bucket.
+
+    Args:
+        first: those alone of what is scattered, or gathered, over another axis next.
+    """
     order = {node: i for i, node in enumerate(step.graph.nodes)}
     follow: set[torch.fx.Node] = set()  # sums of what a collective in front of them gives, which share its bucket
     left: dict[Hashable, tuple[list[torch.fx.Node], int]] = {}  # members, and where the first reader of one of them is
     closed = []
     for node in step.graph.nodes:
-        computed = node.target in _ROLES and not (node.target is GATHER and _operand(node) in available)
-        kind = _kind(node, bucket_bytes) if computed and node not in follow else None
-        if kind is None:
+        kind = _kind(node, bucket_bytes) if node.target in _ROLES and node not in given and node not in follow else None
+        if kind is None or node.meta["move"].tensors > 1 or (first and not goes_further(node)):
             continue
         sums = _sums_behind(node)
         follow.update(sums)
         (waited,) = sums[-1].users if sums else node.users
         read = min((order[user] for user in _computing(waited)), default=len(order))
         kind = kind, tuple(item.args[1:] for item in sums)
-        members, first = left.pop(kind, ([], len(order)))
-        if members and (first <= order[node] or sum(map(_bytes, members)) + _bytes(node) > bucket_bytes):
+        members, earliest = left.pop(kind, ([], len(order)))
+        if members and (earliest <= order[node] or sum(map(_bytes, members)) + _bytes(node) > bucket_bytes):
             closed.append(members)
-            members, first = [], len(order)
-        left[kind] = [*members, node], min(first, read)
+            members, earliest = [], len(order)
+        left[kind] = [*members, node], min(earliest, read)
     return [Bucket(tuple(members)) for members in [*closed, *(members for members, _ in left.values())] if len(members) > 1]
 
 
 def _computing(value: torch.fx.Node) -> list[torch.fx.Node]:
-    """The readers of a value, seen through views and casts, which follow it wherever it comes to be."""
+    """The readers of a value, seen through what follows it wherever it comes to be: views and casts, and what moves it over further axes."""
     found: list[torch.fx.Node] = []
     for user in value.users:
-        found += _computing(user) if user.target in VIEWS and len(user.all_input_nodes) == 1 else [user]
+        found += _computing(user) if _follows(user) else [user]
     return found
 
 
+def _follows(node: torch.fx.Node) -> bool:
+    if node.target is collective.wait_tensor.default:
+        node = _operand(node)
+    if node.target in _ROLES:
+        return node.meta["move"].role in _ROLES[node.target]
+    return (node.target in VIEWS or node.target is aten.constant_pad_nd.default) and len(node.all_input_nodes) == 1
+
+
+def goes_further(node: torch.fx.Node) -> bool:
+    """Whether what a collective scatters, or gathers, is scattered or gathered over another axis next."""
+    left = list(node.users) if node.target in (SCATTER, GATHER) else []
+    while left:
+        user = left.pop()
+        if user.target is node.target:
+            return True
+        left += user.users if _follows(user) else ()
+    return False
+
+
 def _move_behind(value: torch.fx.Node) -> None:
-    """Move the views and casts of a value behind it."""
+    """Move what follows a value behind it."""
     for user in value.users:
         if user < value:
             value.append(user)

@@ -34,7 +34,7 @@ import torch.fx
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.facts import OpKind, facts, of_kind
-from graphacc.passes.communication.buckets import GATHER, MAX_BYTES, is_small, place_of, readers
+from graphacc.passes.communication.buckets import GATHER, MAX_BYTES, is_small, last_gather, place_of, readers
 from graphacc.passes.communication.secondary import is_across_nodes
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.plan import Role
@@ -111,9 +111,10 @@ def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
 
 def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
     """Make the gradient of a weight larger than a bucket wait for what reads the gathered weight in the backward; returns how many products do."""
-    if gather.meta["phase"] is not Phase.BACKWARD or gather.meta["move"].size_bytes <= MAX_BYTES:
+    whole = last_gather(gather)
+    if gather.meta["phase"] is not Phase.BACKWARD or whole.meta["move"].size_bytes <= MAX_BYTES:
         return 0
-    weight, count = gather.meta["val"], 0
+    weight, count = whole.meta["val"], 0
     for reader in (node for node in readers(gather) if node.target in _PRODUCTS):
         found = {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS and product is not reader}
         for product in sorted(found):

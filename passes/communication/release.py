@@ -28,7 +28,15 @@ import torch.fx
 from graphacc.errors import GraphError
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.facts import OpKind, of_kind
-from graphacc.passes.communication.buckets import MAX_BYTES, REDUCE, SCATTER, SMALL_BYTES, is_small, place_of
+from graphacc.passes.communication.buckets import (
+    MAX_BYTES,
+    REDUCE,
+    SCATTER,
+    SMALL_BYTES,
+    goes_further,
+    is_small,
+    place_of,
+)
 from graphacc.passes.edit import Editor
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
@@ -58,10 +66,10 @@ def release(step: StepGraph, log: Log) -> StepGraph:
 
 
 def _is_summed(node: torch.fx.Node) -> bool:
-    """A gradient's sum over another axis, such as `cp`, in front of its scatter; or the wait for that."""
+    """A gradient's sum or scatter over another axis, such as `cp`, in front of its last scatter; or the wait for that."""
     if node.target is _WAIT_TENSOR:
         node = node.all_input_nodes[0]
-    return node.target is REDUCE and "move" in node.meta and node.meta["move"].role is Role.GRADIENT
+    return node.target in (REDUCE, SCATTER) and "move" in node.meta and node.meta["move"].role is Role.GRADIENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +93,9 @@ class _Gradient:
                 left.extend(node.all_input_nodes)
             else:
                 makers.add(node)
-        return cls(max(makers), tuple(sorted(way)), scatter.meta["move"].size_bytes, frozenset(makers))
+        scatters = [node for node in way if node.target is SCATTER]
+        first = [node for node in scatters if node is not scatter] or scatters
+        return cls(max(makers), tuple(sorted(way)), sum(node.meta["move"].size_bytes for node in first), frozenset(makers))
 
     @property
     def done(self) -> torch.fx.Node:
@@ -156,7 +166,7 @@ def _sequences(step: StepGraph) -> list[list[_Gradient]]:
     for node in step.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] is not Phase.BACKWARD:
             continue
-        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT:
+        if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT and not goes_further(node):
             gradient = _Gradient.scattered_by(node)
             scattered |= gradient.makers
             found[place_of(node)] += [] if is_small(node) else [gradient]

@@ -44,12 +44,19 @@ def scatter_first(step: StepGraph, log: Log) -> StepGraph:
     return step
 
 
-def sums_in_front_of(gradient: torch.fx.Node) -> list[torch.fx.Node]:
-    """The sums of a gradient over mesh axes, the last one first, that nothing reads but what makes `gradient`."""
+def sums_in_front_of(gradient: torch.fx.Node, *, scattered: bool = False) -> list[torch.fx.Node]:
+    """The sums of a gradient over mesh axes, the last one first, that nothing reads but what makes `gradient`.
+
+    Args:
+        scattered: also those in front of a scatter over another axis, behind which they are made.
+    """
     found, node = [], gradient
     while node.op == "call_function" and (node is gradient or _reader(node) is not None):
         if node.target is _WAIT:
             sums = node.all_input_nodes[0]
+            if scattered and sums.target is SCATTER:
+                node = sums.all_input_nodes[0]
+                continue
             if sums.target is not REDUCE or sums.meta["move"].role is not Role.GRADIENT or sums.args[1] != "sum" or only_user(sums) is None:
                 break
             found.append(sums)

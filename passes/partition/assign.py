@@ -44,6 +44,7 @@ _MOVES = of_kind(OpKind.PERMUTE, OpKind.RESHAPE)
 _DEFERS = _CASTS | of_kind(*LAYOUT_KINDS) | {aten.neg.default, aten.add.Tensor, aten.sub.Tensor}
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _GROUPED = torch.ops.graphacc.grouped_mm.default
+_PART = torch.ops.graphacc.shard.default
 _CARRIES = of_kind(OpKind.CAST, OpKind.SAME, OpKind.PERMUTE, OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.EXPAND)
 """Operators of one operand, whose elements are all that their result has."""
 Presented = Callable[[torch.fx.Node, torch.fx.Node], Placement]  # operand, its user -> the placement in which the user's rule sees it
@@ -327,12 +328,7 @@ class Assigner:
         return REPLICATE if isinstance(home, Partial) and (operand, REPLICATE) in self.copies else home
 
     def _in_update(self, operand: torch.fx.Node, home: Placement) -> Placement:
-        enters = (
-            self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD)
-            if operand.op == "placeholder"
-            else operand.meta["phase"] is not Phase.UPDATE
-        )
-        if enters:
+        if self._enters_as(operand):
             layout = self.layout(tuple(operand.meta["val"].shape))
             if layout is not None:
                 return layout
@@ -340,9 +336,16 @@ class Assigner:
                 return REPLICATE
         elif isinstance(home, Shard) and (operand, REPLICATE) in self.copies:
             return REPLICATE
-        if isinstance(home, Partial) and (enters or (operand, REPLICATE) in self.copies):
+        if isinstance(home, Partial) and (self._enters_as(operand) or (operand, REPLICATE) in self.copies):
             return REPLICATE
         return home
+
+    def _enters_as(self, operand: torch.fx.Node) -> bool:
+        """Whether the optimizer is given a value as it is, or a rank's part of it along another axis."""
+        if operand.target is _PART and operand.meta["phase"] is Phase.UPDATE:
+            (operand,) = operand.all_input_nodes
+            operand = operand.all_input_nodes[0] if operand.target is aten.constant_pad_nd.default else operand
+        return self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD) if operand.op == "placeholder" else operand.meta["phase"] is not Phase.UPDATE
 
     def _decide(self, node: torch.fx.Node, presented: Presented) -> tuple[list[torch.fx.Node], "Decision"]:
         """The operands of a call, and what it does with them; calls of one form are decided once."""

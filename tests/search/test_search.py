@@ -46,7 +46,7 @@ def strategies_of(search: Search, request: Request) -> list[Strategy]:
     return found
 
 
-STRATEGIES = ["dp=8", "fsdp=8", "fsdp=8,zero=1", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=4,tp=2,sequence_parallel=True", "dp=4,cp=2", "fsdp=2,tp=2,cp=2,context=ring"]
+STRATEGIES = ["dp=8", "fsdp=8", "fsdp=8,zero=1", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=4,tp=2,sequence_parallel=True", "dp=4,cp=2", "fsdp=2,cp=4", "dp=2,cp=4,zero=1", "fsdp=2,tp=2,cp=2,context=ring"]
 
 
 @functools.cache
@@ -109,12 +109,13 @@ def test_estimates_are_those_of_the_real_passes(strategy):
 @pytest.mark.default_cases("llama-dp=8", "llama-fsdp=8", "llama-fsdp=8,zero=1", "llama-dp=2,fsdp=4", "llama-dp=4,tp=2", "llama-fsdp=4,tp=2,sequence_parallel=True", "llama-dp=4,cp=2")
 def test_parts_of_estimates_of_other_models(name, strategy):
     """Of models so small that a message more or less is a tenth of a step: what is exact, is exact."""
-    composed, exact = (evaluate(Strategy.parse(strategy)) for evaluate in (search(name).estimate, search(name).evaluate))
+    chosen = Strategy.parse(strategy)
+    composed, exact = (evaluate(chosen) for evaluate in (search(name).estimate, search(name).evaluate))
     assert composed.parameter_bytes == exact.parameter_bytes and composed.other_bytes == pytest.approx(exact.other_bytes, abs=64)
     assert composed.state_bytes == pytest.approx(exact.state_bytes, rel=0.01) and composed.update_seconds == exact.update_seconds
-    one_message = 1e-4  # gradients that are summed over tp as well have a bucket of their own
+    messages = 2.5e-4 if chosen.cp > 1 and chosen.zero_stage else 0.0  # ZeRO over cp: one gather more in each phase
     for axis in ("tp", "cp"):
-        assert composed.exposed_seconds.get(axis, 0.0) == pytest.approx(exact.exposed_seconds.get(axis, 0.0), rel=0.01, abs=one_message if "tp" in strategy and "cp" in strategy else 0.0)
+        assert composed.exposed_seconds.get(axis, 0.0) == pytest.approx(exact.exposed_seconds.get(axis, 0.0), rel=0.01, abs=messages)
     assert composed.temporary_bytes == pytest.approx(exact.temporary_bytes, rel=0.25)
 
 
@@ -237,7 +238,7 @@ def test_conflicting_pins_are_named_with_what_would_do():
     free = search("gpt2")
     three, one = (min(free.needed(free.estimate(s)) for s in strategies_of(free, Request.parse(f"auto,tp=1,cp=1,{pin}", 8))) for pin in ("fsdp=8", "fsdp=1"))
     bound = search_with(free, (three + one) // 2)
-    with pytest.raises(StrategyError, match=r"with fsdp=1 and tp=1 fits into[\s\S]*  fsdp=\d in the place of fsdp=1 .*\n  tp=\d in the place of tp=1 "):
+    with pytest.raises(StrategyError, match=r"with fsdp=1 and cp=1 and tp=1 fits into[\s\S]*  fsdp=\d in the place of fsdp=1 .*\n  cp=\d in the place of cp=1 .*\n  tp=\d in the place of tp=1 "):
         bound.run(Request.parse("auto,fsdp=1,cp=1,tp=1", 8))
 
 

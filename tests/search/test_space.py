@@ -16,7 +16,7 @@ def found(text: str, devices: int, **limits):
 def test_every_mesh_of_eight_devices():
     """Counted by hand: 20 ways to write 8 as an ordered product of four axes, with what each axis can do."""
     chosen, refusals = found("auto", 8, batch_size=8)
-    assert len(chosen) == len(set(chosen)) == 58 and all(strategy.num_devices == 8 for strategy in chosen)
+    assert len(chosen) == len(set(chosen)) == 88 and all(strategy.num_devices == 8 for strategy in chosen)
     assert len({tuple(strategy.mesh.items()) for strategy in chosen}) == 20
     assert refusals.counts["no experts for ep to split"] == 15
     assert any("context='ring' needs contiguous blocks" in reason for reason in refusals.counts)

@@ -1,0 +1,154 @@
+"""ZeRO over the ranks of cp: what a rank keeps, what travels over which axis and in how many messages, and values."""
+
+import collections
+import math
+
+import pytest
+import torch
+from simulate import simulate
+from zoo_steps import check, partitioned, shared_case, zoo_case
+
+from graphacc.errors import StrategyError
+from graphacc.graph import Kind, Phase, local_shape
+from graphacc.passes.communication.buckets import GATHER, REDUCE, SCATTER, goes_further, is_small, last_gather
+from graphacc.passes.partition.plan import Role
+from graphacc.strategy import Strategy
+
+KINDS = {1: (Kind.STATE,), 2: (Kind.STATE,), 3: (Kind.STATE, Kind.PARAM)}  # of a whole step, which has no gradients between programs
+
+
+def kept(step, kind: Kind) -> int:
+    """Elements of a kind that a rank keeps, tensors of one dim and more."""
+    return sum(math.prod(local_shape(item.shape, item.shards)) for item in step.inputs if item.kind is kind and item.shape)
+
+
+def moved(step) -> dict[tuple[str, str, str], int]:
+    """(phase, axis, collective) -> bytes of weights and gradients."""
+    found = collections.Counter()
+    for node in step.graph.nodes:
+        move = node.meta.get("move")
+        if move is not None and move.role in (Role.WEIGHT, Role.GRADIENT, Role.STATE):
+            found[move.phase.value, move.axis, move.collective] += move.size_bytes
+    return found
+
+
+def messages(step) -> dict[tuple[str, Phase, str], int]:
+    """Mesh axis, phase and collective -> messages of weights and gradients."""
+    moves = [node.meta["move"] for node in step.graph.nodes if node.target in (GATHER, SCATTER) and node.meta["move"].role is not Role.ACTIVATION]
+    return collections.Counter((move.axis, move.phase, move.collective) for move in moves)
+
+
+@pytest.mark.parametrize("strategy", ["cp=2,zero=3", "cp=2,zero=1", "fsdp=2,cp=2", "fsdp=2,cp=2,zero=1", "fsdp=2,cp=2,zero=2", "fsdp=2,cp=4", "dp=2,fsdp=2,cp=2", "fsdp=2,tp=2,cp=2"])
+@pytest.mark.default_cases("cp=2,zero=3", "fsdp=2,cp=2", "fsdp=2,cp=2,zero=1")
+def test_a_rank_keeps_its_part(strategy):
+    """The state, and the parameters of ZeRO-3, divided by fsdp * cp; values are those of one device."""
+    chosen = Strategy.parse(strategy)
+    case, inputs, expected = shared_case("llama")
+    whole, _ = partitioned(case.step, str(chosen.replace(fsdp=1, zero=None, dp=chosen.dp * chosen.fsdp)))
+    parts, _ = partitioned(case.step, strategy)
+    for kind in (Kind.STATE, Kind.PARAM):
+        ranks = chosen.fsdp * chosen.cp if kind in KINDS[chosen.zero_stage] else 1
+        assert kept(parts, kind) == pytest.approx(kept(whole, kind) / ranks, rel=0.01)
+    check(case.step, strategy, inputs, expected)
+
+
+def test_each_axis_moves_what_the_other_leaves():
+    """Gathers over fsdp, then cp; scatters over cp, then fsdp: together the bytes of one message over both."""
+    case, _, _ = shared_case("llama")
+    one, both = moved(partitioned(case.step, "fsdp=8")[0]), moved(partitioned(case.step, "fsdp=4,cp=2")[0])
+    for phase, collective in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")):
+        size = both[phase, "cp", collective]
+        assert size == pytest.approx(one[phase, "fsdp", collective], rel=0.03)
+        assert both[phase, "fsdp", collective] == pytest.approx(size / 2, rel=0.03)
+        received = size / 2 + both[phase, "fsdp", collective] * 3 / 4
+        assert received == pytest.approx(one[phase, "fsdp", collective] * 7 / 8, rel=0.03)
+    assert not any(collective == "all_reduce" for _, axis, collective in both if axis == "cp")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=4,cp=2,zero=1", "fsdp=2,cp=2,zero=2"])
+@pytest.mark.default_cases("fsdp=4,cp=2,zero=1")
+def test_an_updated_weight_is_gathered_over_fsdp_first(strategy):
+    case, _, _ = shared_case("llama")
+    found = moved(partitioned(case.step, strategy)[0])
+    assert found["update", "fsdp", "all_gather"] == pytest.approx(found["update", "cp", "all_gather"] / 2, rel=0.03)
+    assert found["backward", "fsdp", "reduce_scatter"] == pytest.approx(found["backward", "cp", "reduce_scatter"] / 2, rel=0.03)
+    assert not any(collective == "all_reduce" and phase != "update" for phase, _, collective in found)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=2,cp=2", "fsdp=2,cp=2,zero=1", "cp=2,zero=3", "dp=2,fsdp=2,cp=2"])
+@pytest.mark.default_cases("fsdp=2,cp=2", "fsdp=2,cp=2,zero=1")
+def test_both_steps_have_buckets(strategy):
+    """No more messages along each axis than one over both would be; results keep their bits."""
+    case, inputs, _ = shared_case("gpt2")
+    chosen = Strategy.parse(strategy)
+    alone, _ = partitioned(case.step, f"{strategy},bucket_mb=0")
+    joined, _ = partitioned(case.step, f"{strategy},bucket_mb=0.02")
+    counts = messages(joined), messages(partitioned(case.step, f"{chosen.replace(fsdp=chosen.fsdp * chosen.cp, cp=1)},bucket_mb=0.02")[0])
+    assert len(counts[0]) >= 2 and all(count <= counts[1]["fsdp", *key[1:]] for key, count in counts[0].items()), counts
+    mesh = Strategy.parse(strategy).mesh
+    for x, y in zip(simulate(alone, mesh, inputs), simulate(joined, mesh, inputs), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_gather_counts_as_what_the_last_one_makes_of_it():
+    """Both steps of a weight are small, or neither is: what is not waits for the readers of others (`prefetch`)."""
+    case, _, _ = shared_case("llama")
+    step, _ = partitioned(case.step, "fsdp=2,cp=4,bucket_mb=0.02")
+    firsts = [node for node in step.graph.nodes if node.target is GATHER and node.meta["move"].role is Role.WEIGHT and goes_further(node)]
+    assert firsts and all(node.meta["move"].axis == "fsdp" and last_gather(node).meta["move"].axis == "cp" for node in firsts)
+    assert all(is_small(node) == is_small(last_gather(node)) for node in firsts)
+
+
+def test_experts_are_split_inside_of_each():
+    """ep splits the dim of experts, on which cp leaves its hands."""
+    case, inputs, expected = shared_case("mixtral")
+    step, _ = partitioned(case.step, "fsdp=2,ep=2,cp=2")
+    experts = [item for item in step.inputs if item.kind is Kind.PARAM and len(item.shape) == 3]
+    assert experts and all({shard.axis: shard.dim for shard in item.shards}["ep"] == 0 for item in experts)
+    assert all({shard.axis: shard.dim for shard in item.shards}["cp"] > 0 for item in experts)
+    check(case.step, "fsdp=2,ep=2,cp=2", inputs, expected)
+
+
+@pytest.mark.parametrize("strategy", ["cp=2,zero=3", "fsdp=2,cp=2", "fsdp=2,cp=2,zero=1"])
+@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
+@pytest.mark.default_cases("adafactor-fsdp=2,cp=2", "sgd-fsdp=2,cp=2,zero=1")
+def test_optimizers_that_see_whole_tensors_or_have_no_state(name, strategy):
+    case = zoo_case("gpt2", OPTIMIZERS[name])
+    inputs = case.inputs(case.step)
+    check(case.step, strategy, inputs, simulate(case.step, {}, inputs))
+
+
+def _muon(model):
+    return torch.optim.Muon([x for x in model.parameters() if x.dim() == 2], lr=1e-2)
+
+
+OPTIMIZERS = {
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "muon": _muon,
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-1),
+}
+
+
+def test_a_sum_over_another_axis_is_made_behind_both_scatters():
+    """tp sums 1 / (fsdp * cp) of what it sums without ZeRO."""
+    case, inputs, expected = shared_case("llama")
+    strategy = "fsdp=2,cp=2,tp=2,sequence_parallel=true"
+    sizes = []
+    for text in ("dp=2,cp=2,tp=2,sequence_parallel=true", strategy):
+        step, _ = partitioned(case.step, text)
+        sizes.append(sum(node.meta["move"].size_bytes for node in step.graph.nodes if node.target is REDUCE and node.meta.get("phase") is Phase.BACKWARD and node.meta["move"].axis == "tp" and node.meta["move"].role is Role.GRADIENT))
+    assert sizes[1] == pytest.approx(sizes[0] / 4, rel=0.05) and sizes[1] > 0
+    check(case.step, strategy, inputs, expected)
+
+
+def test_what_zero_needs():
+    assert Strategy(cp=2).zero_stage == 0 and Strategy(cp=2).zero_ranks == 1
+    assert Strategy(cp=2, zero=3).zero_ranks == 2 and Strategy(cp=2, fsdp=4).zero_ranks == 8
+    with pytest.raises(StrategyError, match="shards over the axes fsdp and cp, which have size 1"):
+        Strategy(dp=2, zero=1)
+    with pytest.raises(StrategyError, match="quantized_weights=True is about the weights that ZeRO-3 gathers"):
+        Strategy(cp=2, zero=3, quantized_weights=True)
+    with pytest.raises(StrategyError, match="hpz=2 is about the second gather of ZeRO-3"):
+        Strategy(cp=2, zero=3, hpz=2)
+
+
