@@ -90,12 +90,11 @@ def build_pipeline(
     if strategy.tp > 1:
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
         passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]
-    if strategy.ep > 1 and experts is None:
-        experts = find_experts(step)
+    spread = () if strategy.ep == 1 else find_experts(step) if experts is None else experts
     if strategy.cp > 1:
-        passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences, experts=experts, stage=stage))
+        passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences, experts=spread, stage=stage))
     if strategy.ep > 1:
-        passes.append(expert_parallel_pass(step, strategy, experts, along[EP]))
+        passes.append(expert_parallel_pass(step, strategy, spread, along[EP]))
     if strategy.fsdp > 1:
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
@@ -160,7 +159,7 @@ def tensor_parallel_plan(step: StepGraph, strategy: Strategy, splits: Mapping[st
 
 
 def context_parallel_pass(
-    step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False, *, experts: Collection[str] | None, stage: int
+    step: StepGraph, strategy: Strategy, batch_dims: Mapping[str, int | None], whole_sequences: bool = False, *, experts: Collection[str], stage: int
 ) -> Pass:
     """The partition along `cp`: the sequence is split through the whole model.
 
@@ -169,7 +168,7 @@ def context_parallel_pass(
 
     Args:
         whole_sequences: a batch none of whose sequences divide is computed by every rank, with a note, instead of refused.
-        experts: the parameters that `ep` splits, if it does.
+        experts: the parameters that `ep` splits.
         stage: of ZeRO: what it splits over `fsdp` is split over `cp` too.
 
     Raises:
@@ -186,7 +185,7 @@ def context_parallel_pass(
 
     def decide(step: StepGraph) -> AxisPlan:
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
-        shapes = {local_shape(item.shape, item.shards) for item in step.inputs if item.kind is Kind.PARAM and item.target in (experts or ())}
+        shapes = {local_shape(item.shape, item.shards) for item in step.inputs if item.kind is Kind.PARAM and item.target in experts}
         layouts = zero_layouts(step, stage, names, lambda shape: split_before(shape, strategy.cp, strategy.fsdp, kept=int(shape in shapes)))
         hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
         for node in step.graph.nodes:
@@ -201,7 +200,7 @@ def context_parallel_pass(
         plan = assign(step, CP, strategy.cp, layouts.inputs, layouts.outputs, layouts.state, pins=pins, reduce_narrow=strategy.reduces_narrow)
         return dataclasses.replace(plan, notes=(*whole, *notes))
 
-    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole), stage, strategy.fsdp if stage else 1, tuple(sorted(experts or ()))
+    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole), stage, strategy.fsdp if stage else 1, tuple(sorted(experts))
     return axis_pass(CP, strategy.cp, decide, key=key)
 
 

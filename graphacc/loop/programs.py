@@ -33,7 +33,7 @@ from graphacc.passes.hlo.shardings import check_axes, with_layouts
 from graphacc.passes.partition import PartitionReport
 from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import forced_notes, without_graphs
-from graphacc.passes.partition.zero import state_split
+from graphacc.passes.partition.zero import split_before
 from graphacc.passes.partition.tensor_parallel import TensorParallel, find_tensor_parallel, pinned_placements
 from graphacc.passes.batch import default_batch_dims, is_argument, unsplit_note
 from graphacc.passes.loss_chunks import ChunkReport
@@ -447,7 +447,8 @@ class Programs:
         shards: list[MeshShard] = []
         for axis in (EP, TP, PP, CP, FSDP):
             size, local = self.mesh.shape.get(axis, 1), local_shape(shape, shards)
-            split = state_split(local, size) if size > 1 and self._is_split(kind, axis) else None
+            behind = self.strategy.fsdp if axis == CP else 1
+            split = split_before(local, size, behind) if size > 1 and self._is_split(kind, axis) else None
             if split is not None and (axis in ZERO_AXES or not split.padding):
                 shards.append(MeshShard(axis=axis, size=size, dim=split.dim))
         return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=tuple(shards))

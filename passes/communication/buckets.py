@@ -318,9 +318,10 @@ def _computing(value: torch.fx.Node) -> list[torch.fx.Node]:
 def _follows(node: torch.fx.Node) -> bool:
     if node.target is collective.wait_tensor.default:
         node = _operand(node)
-    if node.target in _ROLES:
-        return node.meta["move"].role in _ROLES[node.target]
-    return (node.target in VIEWS or node.target is aten.constant_pad_nd.default) and len(node.all_input_nodes) == 1
+    target: Any = node.target
+    if target in _ROLES:
+        return node.meta["move"].role in _ROLES[target]
+    return (target in VIEWS or target is aten.constant_pad_nd.default) and len(node.all_input_nodes) == 1
 
 
 def goes_further(node: torch.fx.Node) -> bool:

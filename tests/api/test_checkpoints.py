@@ -33,15 +33,22 @@ def run(model, optimizer, batches) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("after", with_matrix([None, "fsdp=8,zero=3", "dp=2,fsdp=2,zero=1"], [None, "dp=2,fsdp=2,zero=1"]), ids=lambda text: text or "one device")
-@pytest.mark.default_cases("one device")
-def test_training_continues_under_another_strategy(after, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    with_matrix(
+        [("fsdp=4", None), ("fsdp=4", "fsdp=8,zero=3"), ("fsdp=4", "dp=2,fsdp=2,zero=1"), ("fsdp=4", "fsdp=2,cp=4"), ("fsdp=2,cp=2", "fsdp=8"), ("cp=2,zero=3", "fsdp=3,cp=2,zero=1")],
+        [("fsdp=4", None), ("fsdp=4", "dp=2,fsdp=2,zero=1"), ("fsdp=2,cp=2", "fsdp=8")],
+    ),
+    ids=lambda text: text or "one device",
+)
+@pytest.mark.default_cases("fsdp=4-one device")
+def test_training_continues_under_another_strategy(before, after, tmp_path):
     start, _ = zoo.MODELS["gpt2"]()
     batches = batches_of("gpt2", 4)
     whole = copy.deepcopy(start)
     expected = run(whole, adamw(whole), batches)
 
-    first = compiled(copy.deepcopy(start), "fsdp=4", seed=3)
+    first = compiled(copy.deepcopy(start), before, seed=3)
     optimizer = adamw(first)
     losses = run(first, optimizer, batches[:2])
     graphacc.save_checkpoint(tmp_path / "c", first, optimizer, extra={"epoch": 1})

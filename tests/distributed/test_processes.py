@@ -18,7 +18,7 @@ from graphacc.errors import DistributedError, StrategyError
 
 JOB = str(HERE / "job.py")
 STRATEGIES = ("fsdp=4,tp=2",)
-FURTHER_STRATEGIES = ("fsdp=8,hpz=4,quantized_weights=True,quantized_gradients=True,quant_min_size=512", "fsdp=8", "dp=2,fsdp=4", "dp=2,fsdp=4,zero=1,offload=optimizer,delay=1,delay_after=2")
+FURTHER_STRATEGIES = ("fsdp=8,hpz=4,quantized_weights=True,quantized_gradients=True,quant_min_size=512", "fsdp=8", "fsdp=4,cp=2", "dp=2,fsdp=4", "dp=2,fsdp=4,zero=1,offload=optimizer,delay=1,delay_after=2")
 """In processes of their own, which only the matrix starts."""
 PARTS, FURTHER_PARTS = ("tp=2",), ("fsdp=8",)
 """With all rows on the devices of both processes; with each process's rows on its own devices, as in `losses_with_tables`."""

@@ -29,6 +29,9 @@ COMBINATIONS = [
     ("gpt2", "pp=2,fsdp=2,tp=2,microbatches=4"),
     ("llama", "dp=2,fsdp=2,tp=2,sequence_parallel=True"),
     ("mixtral", "fsdp=2,tp=2,ep=2"),
+    ("llama", "cp=4,zero=3"),
+    ("gpt2", "pp=2,cp=2,zero=1,microbatches=2"),
+    ("mixtral", "fsdp=2,cp=2,ep=2"),
 ]
 DEFAULT = [
     case
