@@ -325,13 +325,13 @@ def _follows(node: torch.fx.Node) -> bool:
 
 
 def goes_further(node: torch.fx.Node) -> bool:
-    """Whether what a collective scatters, or gathers, is scattered or gathered over another axis next."""
+    """Whether what a collective scatters, or gathers, is scattered or gathered over another axis next, in a bucket or alone."""
     left = list(node.users) if node.target in (SCATTER, GATHER) else []
     while left:
         user = left.pop()
         if user.target is node.target:
             return True
-        left += user.users if _follows(user) else ()
+        left += user.users if _follows(user) or user.target is aten.cat.default else ()
     return False
 
 

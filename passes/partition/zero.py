@@ -101,7 +101,7 @@ def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], sp
 
 def _parts_in_update(step: StepGraph) -> set[tuple[int, ...]]:
     """The shapes of what is split for the update alone, along an axis before this one: below ZeRO-3 parameters and gradients are whole, and not of the shapes of the state."""
-    parts = [node for node in step.graph.nodes if node.target is _SCATTER or (node.target is _PART and node.meta["phase"] is Phase.UPDATE)]
+    parts = [node for node in step.graph.nodes if node.target is _SCATTER or (node.target is _PART and node.meta["phase"] is not Phase.FORWARD)]
     return {tuple(node.meta["val"].shape) for node in parts if node.args[-1] in ZERO_AXES}
 
 

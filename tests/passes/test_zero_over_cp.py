@@ -83,6 +83,8 @@ def test_both_steps_have_buckets(strategy):
     chosen = Strategy.parse(strategy)
     alone, _ = partitioned(case.step, f"{strategy},bucket_mb=0")
     joined, _ = partitioned(case.step, f"{strategy},bucket_mb=0.02")
+    scatters = [node for node in joined.graph.nodes if node.target is SCATTER]
+    assert all(goes_further(node) == (node.args[-1] == "cp" and chosen.fsdp > 1) for node in scatters)
     counts = messages(joined), messages(partitioned(case.step, f"{chosen.replace(fsdp=chosen.fsdp * chosen.cp, cp=1)},bucket_mb=0.02")[0])
     assert len(counts[0]) >= 2 and all(count <= counts[1]["fsdp", *key[1:]] for key, count in counts[0].items()), counts
     mesh = Strategy.parse(strategy).mesh
