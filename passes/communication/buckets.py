@@ -234,6 +234,7 @@ def _early(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node])
     """
     kept = _kept(step, bucket_bytes)
     left: dict[Hashable, list[torch.fx.Node]] = {}
+    filled: dict[Hashable, int] = {}  # bytes of these
     last: dict[Hashable, Hashable] = {}  # phase and segment -> the kind of the last large tensor
     closed = []
     for node in step.graph.nodes:
@@ -243,14 +244,17 @@ def _early(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node])
         place = place_of(node), is_across_nodes(node), last_gather(node) is node
         if not is_small(node) and last.setdefault(place, kind) != kind:
             closed.append(left.pop(last[place], []))
+            filled.pop(last[place], None)
             last[place] = kind
         if kind[0] is None:
             continue
         members = left.setdefault(kind, [])
-        if sum(_bytes(last_gather(member)) for member in [*members, node]) > bucket_bytes:
+        size = _bytes(last_gather(node))
+        if filled.get(kind, 0) + size > bucket_bytes and members:
             closed.append(left.pop(kind))
-            members = left.setdefault(kind, [])
+            members, filled[kind] = left.setdefault(kind, []), 0
         members.append(node)
+        filled[kind] = filled.get(kind, 0) + size
     return [Bucket(tuple(members)) for members in [*closed, *left.values()] if len(members) > 1]
 
 
