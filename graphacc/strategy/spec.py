@@ -135,8 +135,8 @@ class Strategy:
                 raise StrategyError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.quantized_weights and (self.zero_stage != 3 or self.fsdp == 1):
             raise StrategyError(
-                f"quantized_weights=True is about the weights that ZeRO-3 gathers; with fsdp={self.fsdp},zero={self.zero} the replicas of a weight "
-                f"would keep the error: set fsdp and zero=3, or leave quantized_weights out"
+                f"quantized_weights=True is about the weights that ZeRO-3 gathers over fsdp; with fsdp={self.fsdp},zero={self.zero} it gathers none there, and the replicas "
+                f"of a weight would keep the error: set fsdp and zero=3, or leave quantized_weights out"
             )
         if self.quantized_gradients and self.fsdp == 1:
             raise StrategyError("quantized_gradients=True is about what the fsdp axis scatters, which has size 1: set fsdp, or leave it out")
