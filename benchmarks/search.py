@@ -6,7 +6,7 @@ much longer than the step beside it one takes, so that what the machine's speed 
 memory is off. The best measured ones are measured again before the chosen one is compared with them. The machine must be quiet.
 
     graphacc calibrate --devices 8
-    python benchmarks/search.py gpt2                  # ten minutes on two cores; another number of tokens: BATCH and LENGTH below
+    python benchmarks/search.py gpt2                  # half an hour on two cores; another number of tokens: BATCH and LENGTH below
     python benchmarks/search.py mixtral --every 4     # a sample
     python benchmarks/search.py plan                  # Llama-8B on 128 H100 and Mixtral-8x7B on 64: seconds and memory of the planning itself
 """

@@ -200,7 +200,7 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limit
     for (schedule, chunks), *values in itertools.product(schedules, *(free[name] for name in names)):
         found = dict(zip(names, values)) | {"schedule": schedule, "chunks": chunks}
         yield found
-        if "hpz" not in request.pins and found.get("zero", request.pins.get("zero")) in (None, 3) and mesh[FSDP] > 1 and (within := _ranks_of_host(mesh, limits)) is not None:
+        if "hpz" not in request.pins and found.get("zero", request.pins.get("zero")) in (None, 3) and (within := _ranks_of_host(mesh, limits)) is not None:
             yield found | {"hpz": within}
 
 

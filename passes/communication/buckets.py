@@ -178,7 +178,7 @@ def is_of_weights(node: torch.fx.Node) -> bool:
 
 def last_gather(node: torch.fx.Node) -> torch.fx.Node:
     """The gather over another axis that takes what a gather of weights gives, as ZeRO's does under `cp`; other collectives as they are."""
-    while is_of_weights(node) and not is_across_nodes(node) and (behind := next((user for user in _passed_on(node)[1]), None)) is not None:
+    while is_of_weights(node) and not is_across_nodes(node) and (behind := next(iter(_passed_on(node)[1]), None)) is not None:
         node = behind
     return node
 

@@ -5,12 +5,22 @@ import math
 
 import pytest
 import torch
+from gpt2_steps import captured, gpt2, spread
 from simulate import simulate
 from zoo_steps import check, partitioned, shared_case, zoo_case
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase, local_shape
-from graphacc.passes.communication.buckets import GATHER, REDUCE, SCATTER, goes_further, is_small, last_gather
+from graphacc.passes.communication.buckets import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    SMALL_BYTES,
+    goes_further,
+    is_small,
+    last_gather,
+)
+from graphacc.passes.communication.prefetch import sequences
 from graphacc.passes.partition.plan import Role
 from graphacc.strategy import Strategy
 
@@ -93,12 +103,15 @@ def test_both_steps_have_buckets(strategy):
 
 
 def test_a_gather_counts_as_what_the_last_one_makes_of_it():
-    """Both steps of a weight are small, or neither is: what is not waits for the readers of others (`prefetch`)."""
-    case, _, _ = shared_case("llama")
-    step, _ = partitioned(case.step, "fsdp=2,cp=4,bucket_mb=0.02")
-    firsts = [node for node in step.graph.nodes if node.target is GATHER and node.meta["move"].role is Role.WEIGHT and goes_further(node)]
-    assert firsts and all(node.meta["move"].axis == "fsdp" and last_gather(node).meta["move"].axis == "cp" for node in firsts)
-    assert all(is_small(node) == is_small(last_gather(node)) for node in firsts)
+    """A weight of 128 x 384 in fp32 is no small one, and waits for the readers of others (`prefetch`), although fsdp gathers a quarter of it."""
+    program = spread(captured(gpt2(layers=2, width=128, length=16, vocabulary=512), 16), "fsdp=2,cp=4,bucket_mb=0")
+    gathers = [node for node in program.graph.nodes if node.target is GATHER and node.meta["move"].role is Role.WEIGHT]
+    firsts = [node for node in gathers if goes_further(node)]
+    assert 2 * len(firsts) == len(gathers) and all(node.meta["move"].axis == "fsdp" and last_gather(node).meta["move"].axis == "cp" for node in firsts)
+    few = [node for node in firsts if node.meta["move"].size_bytes <= SMALL_BYTES < last_gather(node).meta["move"].size_bytes]
+    assert len(few) >= 4 and not any(map(is_small, few))  # forward and backward of two layers
+    joined = spread(captured(gpt2(layers=2, width=128, length=16, vocabulary=512), 16), "fsdp=2,cp=4")
+    assert sum(node.meta["move"].tensors for sequence in sequences(joined) for node in sequence) >= len(few)
 
 
 def test_experts_are_split_inside_of_each():
