@@ -30,7 +30,7 @@ from graphacc.passes.one_hot import SUM_ONE_HOTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
 from graphacc.passes.partition.placement import Shard
-from graphacc.passes.partition.regather import separate_backward_reads, verify_backward_reads
+from graphacc.passes.partition.regather import regather_pass
 from graphacc.passes.partition.regroup import REGROUP_SUMS
 from graphacc.passes.partition.ring import hindrances
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequence_split, tensor_parallel_layouts
@@ -85,22 +85,22 @@ def build_pipeline(
         passes.append(mark_heads_pass(strategy.loss_chunks))
     first, passes = passes, []
     stage = strategy.zero_stage if strategy.offload is None or not strategy.zero_stage else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
+    spread = () if strategy.ep == 1 else find_experts(step) if experts is None else experts
     if strategy.zero_stage == 3:
-        passes.append(REGATHER)
+        passes.append(regather_pass(spread if strategy.zero_ranks_of_experts == 1 else ()))
     if strategy.tp > 1:
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
         passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]
-    spread = () if strategy.ep == 1 else find_experts(step) if experts is None else experts
     if strategy.cp > 1:
         passes.append(context_parallel_pass(step, strategy, batch_dims, whole_sequences, experts=spread, stage=stage))
     if strategy.ep > 1:
-        passes.append(expert_parallel_pass(step, strategy, spread, along[EP]))
+        passes.append(expert_parallel_pass(step, strategy, spread, along[EP], stage))
     if strategy.fsdp > 1:
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
         passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
-    if stage and not {TP, EP}.isdisjoint(strategy.mesh):
+    if stage and strategy.tp > 1:
         passes.append(SCATTER_FIRST)
     if strategy.dp > 1:
         passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
@@ -186,7 +186,13 @@ def context_parallel_pass(
     def decide(step: StepGraph) -> AxisPlan:
         names = {item.name: splits[item.target] for item in step.inputs if item.kind is Kind.BATCH and item.target in splits}
         shapes = {local_shape(item.shape, item.shards) for item in step.inputs if item.kind is Kind.PARAM and item.target in experts}
-        layouts = zero_layouts(step, stage, names, lambda shape: split_before(shape, strategy.cp, strategy.fsdp, kept=int(shape in shapes)))
+
+        def split(shape: tuple[int, ...]) -> Shard | None:
+            if shape in shapes:
+                return split_before(shape, strategy.cp, strategy.zero_ranks_of_experts // strategy.cp, kept=1)
+            return split_before(shape, strategy.cp, strategy.zero_ranks // strategy.cp)
+
+        layouts = zero_layouts(step, stage, names, split)
         hindered = hindrances(step, strategy.cp) if strategy.context == "ring" else {}
         for node in step.graph.nodes:
             if node.target in FLASH:
@@ -200,7 +206,7 @@ def context_parallel_pass(
         plan = assign(step, CP, strategy.cp, layouts.inputs, layouts.outputs, layouts.state, pins=pins, reduce_narrow=strategy.reduces_narrow)
         return dataclasses.replace(plan, notes=(*whole, *notes))
 
-    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole), stage, strategy.fsdp if stage else 1, tuple(sorted(experts))
+    key = strategy.context, outer, tuple(batch_dims.items()), strategy.reduces_narrow, bool(whole), stage, strategy.zero_ranks, strategy.ep, tuple(sorted(experts))
     return axis_pass(CP, strategy.cp, decide, key=key)
 
 
@@ -250,5 +256,3 @@ def _sequence_split(step: StepGraph, strategy: Strategy, batch_dims: Mapping[str
 
 
 FLASH = (torch.ops.graphacc.flash_attention.default, torch.ops.graphacc.flash_attention_backward.default)
-
-REGATHER = Pass(name="separate-backward-reads", exact=True, optional=True, run=separate_backward_reads, verify=verify_backward_reads)

@@ -20,7 +20,7 @@ from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel
 from graphacc.passes.partition.write import signature
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import Log, Pass
+from graphacc.passes.runner import Log, Pass, key_of
 from graphacc.strategy.spec import Strategy
 
 _MAX_KEPT = 32  # graphs
@@ -154,10 +154,10 @@ class Planner:
 
     def _after(self, passes: Sequence[Pass]) -> _State:
         """The step after these passes; the longest beginning that is known is not run again."""
-        known = max((i for i in range(1, len(passes) + 1) if _key(passes[:i]) in self._states), default=0)
+        known = max((i for i in range(1, len(passes) + 1) if key_of(passes[:i]) in self._states), default=0)
         if known:
-            state = self._states[_key(passes[:known])]
-            self._states.move_to_end(_key(passes[:known]))
+            state = self._states[key_of(passes[:known])]
+            self._states.move_to_end(key_of(passes[:known]))
         else:
             state = _State(self.step, {node.name: node.name for node in self.step.graph.nodes})
         fresh = False  # whether the step is nobody else's, so that a pass may change it in place
@@ -170,22 +170,18 @@ class Planner:
                 names = {value: name for value, name in state.names.items() if name in present}
                 state, fresh = dataclasses.replace(state, step=step, names=names), True
             if i + 1 == len(passes) or passes[i + 1].decide is not None:
-                _remember(self._states, _key(passes[: i + 1]), state)
+                _remember(self._states, key_of(passes[: i + 1]), state)
                 fresh = False
         return state
 
     def _decide(self, passes: Sequence[Pass], step: StepGraph) -> AxisPlan:
         """The plan of the last of these passes."""
-        key = _key(passes)
+        key = key_of(passes)
         if key not in self._plans:
             decide = passes[-1].decide
             assert decide is not None, f"{passes[-1].name} is no partition"
             _remember(self._plans, key, decide(step))
         return self._plans[key]
-
-
-def _key(passes: Sequence[Pass]) -> tuple:
-    return tuple(item.key or item.name for item in passes)
 
 
 def _remember(kept: collections.OrderedDict, key: tuple, value: object) -> None:

@@ -57,14 +57,20 @@ class PassReport:
         return text if self.details is None else f"{text}\n{self.details}"
 
 
+def key_of(passes: Iterable[Pass]) -> tuple[Hashable, ...]:
+    """Equal for passes that do the same to the same step."""
+    return tuple(item.key or item.name for item in passes)
+
+
 def run_passes(
-    step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False
+    step: StepGraph, passes: Sequence[Pass], *, debug: Iterable[str] | bool = False, checks: bool = True
 ) -> tuple[StepGraph, list[PassReport]]:
     """Run `passes` in order, checking the graph after each that has rewritten something, and at the end.
 
     Args:
         step: may be changed in place.
         debug: names of the passes whose graphs are kept as text in their reports; True for all.
+        checks: False for a graph that is only read.
 
     Returns:
         The rewritten graph and one report per pass.
@@ -82,6 +88,8 @@ def run_passes(
             before = step.graph
             step, report = _run_one(step, item, item.name in shown)
             reports.append(report)
+            if not checks:
+                continue
             is_rewritten = report.rewrites > 0 or step.graph is not before or report.num_nodes[0] != report.num_nodes[1]
             if is_rewritten or len(reports) == len(passes):
                 _check(step.verify, item, unchecked)

@@ -445,17 +445,17 @@ class Programs:
     def _first_layout(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> Input:
         """Sharded along the axes along which programs may shard it."""
         shards: list[MeshShard] = []
-        for axis in (EP, TP, PP, CP, FSDP):
+        behind = {EP: self.strategy.fsdp, CP: self.strategy.ep * self.strategy.fsdp}
+        for axis in (TP, PP, CP, EP, FSDP):
             size, local = self.mesh.shape.get(axis, 1), local_shape(shape, shards)
-            behind = self.strategy.fsdp if axis == CP else 1
-            split = split_before(local, size, behind) if size > 1 and self._is_split(kind, axis) else None
-            if split is not None and (axis in ZERO_AXES or not split.padding):
+            split = split_before(local, size, behind.get(axis, 1)) if size > 1 and self._is_split(kind, axis) else None
+            if split is not None and (axis in (CP, FSDP) or not split.padding):
                 shards.append(MeshShard(axis=axis, size=size, dim=split.dim))
         return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=tuple(shards))
 
     def _is_split(self, kind: Kind, axis: str) -> bool:
         stage = {Kind.PARAM: 3, Kind.STATE: 1}.get(kind)
-        return stage is not None and (axis not in ZERO_AXES or self.strategy.zero_stage >= stage)
+        return stage is not None and (axis not in (CP, FSDP) or self.strategy.zero_stage >= stage)
 
     def _note_written(self, kind: Kind, target: str) -> None:
         if kind is Kind.PARAM and self.offload is not None:
@@ -620,7 +620,7 @@ class Programs:
             reason = "; ".join(filter(None, (reason, "one matrix per expert")))
         pinned = item.target in self.annotations or self.splits.reasons.get(item.target) == "annotation"
         who = ["user" if pinned else "policy"] if self.strategy.tp > 1 or item.target in self.experts else []
-        if any(shard.axis in ZERO_AXES for shard in item.shards):
+        if any(shard.axis in ZERO_AXES and not (shard.axis == EP and item.target in self.experts) for shard in item.shards):
             who.append("default" if self.strategy.zero is None else "user")
             reason = "; ".join(filter(None, (reason, f"ZeRO-{self.strategy.zero_stage}")))
         return TensorDecision(

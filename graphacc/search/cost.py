@@ -1,7 +1,7 @@
 """What the program of one device computes, moves and keeps: read out of its graph, once per kernel, as data that times follow from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ class Moved:
     by_path: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # module -> number and bytes of those that stand in it
     each: tuple[tuple[str, float, float], ...] = ()  # of gradients, in the order of the program: module, bytes of one, how many of it the whole graph has
 
-    def times(self, factor: float) -> "Moved":
-        """So many times as many of them."""
-        return dataclasses.replace(self, number=factor * self.number, size_bytes=factor * self.size_bytes, by_path={}, each=())
+    def times(self, factor: float, larger: float = 1.0) -> "Moved":
+        """So many times as many of them, each so many times as large."""
+        return dataclasses.replace(self, number=factor * self.number, size_bytes=factor * larger * self.size_bytes, by_path={}, each=())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Weight:
     count: int  # parameters that it stands for
     shape: tuple[int, ...]
     gradient_is_strided: bool  # a view of what backward computes, such as its transpose
+    is_of_experts: bool  # which `ep` splits, one matrix per expert; the others are the same on all its ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,12 +94,13 @@ class GraphCost:
         return dataclasses.replace(self, **_times(self.kernels, chip))
 
 
-def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1) -> GraphCost:
+def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1, experts: Collection[str] = ()) -> GraphCost:
     """Read the program of one device.
 
     Args:
         step: after the passes: shapes are those of one device.
         count: nodes that one stands for, where equal layers were left out.
+        experts: the parameters that `ep` splits, or would.
     """
     found = tuple(Kernel(phase=node.meta["phase"], work=work, count=count(node), path=path_of(node)) for node, work in kernels(step, joins_parts_of=None if hardware.shared_cores else _moves_parameters).items())
     saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step, cpu=hardware.shared_cores > 0).items())
@@ -106,7 +108,7 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         kernels=found,
         **_times(found, hardware.chip),
         moved=_moved(step, count),
-        weights=_weights(step, count),
+        weights=_weights(step, count, experts),
         other_bytes=sum(count(node) * value_bytes(node) for node in _others(step)),
         saved_bytes=saved,
         held=tuple(Held(size_bytes=value_bytes(node), count=count(node), path=path_of(node)) for node in _held(step)),
@@ -175,10 +177,10 @@ def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Move
     )  # fmt: skip
 
 
-def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Weight, ...]:
+def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int], experts: Collection[str]) -> tuple[Weight, ...]:
     strided = {item.target for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD and _is_strided(node)}
     return tuple(
-        _weight(node, item.target, item.trainable, count(node), item.target in strided)
+        _weight(node, item.target, item.trainable, count(node), item.target in strided, item.target in experts)
         for node, item in zip(step.placeholders, step.inputs)
         if item.kind is Kind.PARAM
     )
@@ -191,7 +193,7 @@ def _is_strided(gradient: torch.fx.Node) -> bool:
     return not gradient.meta["val"].is_contiguous()
 
 
-def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_is_strided: bool) -> Weight:
+def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_is_strided: bool, is_of_experts: bool) -> Weight:
     """Phases and dtype in which a parameter is read, behind casts and views."""
     phases: set[Phase] = set()
     travels, left = [], [node]
@@ -216,6 +218,7 @@ def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_
         count=count,
         shape=tuple(kept.shape),
         gradient_is_strided=gradient_is_strided,
+        is_of_experts=is_of_experts,
     )
 
 

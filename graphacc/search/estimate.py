@@ -8,16 +8,17 @@ What `dp`, `fsdp` and `zero` add to it are collectives of known bytes and shares
     ZeRO-1    scatter of every gradient, gather of the updated weight                   over fsdp; all-reduce of the scattered part over dp
     none      all-reduce of every gradient                                              over dp
 
-(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) What ZeRO splits over fsdp it splits over cp as well: gathers and scatters over fsdp
-then move the part that those over cp leave, and a profile's sums over cp become scatters. What tp and ep sum of gradients is scattered before. Collectives of the data axes, and
-those of weights and gradients, hide behind the computation of their phase where the hardware runs them at the same time; what tp, cp and ep sum and exchange of activations is waited for.
+(Rajbhandari et al., "ZeRO", 2020, section 7; Wang et al., "ZeRO++", 2023, section 3.2.) What ZeRO splits over fsdp it splits over cp as well, and over ep all but experts: gathers and
+scatters over fsdp then move the part that those over cp and ep leave, and a profile's sums over these become scatters. What tp sums of gradients is scattered before. Collectives of the
+data axes, and those of weights and gradients, hide behind the computation of their phase where the hardware runs them at the same time; what tp, cp and ep sum and exchange of activations
+is waited for.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from graphacc.costs.hardware import Hardware
 from graphacc.graph import Phase
@@ -25,7 +26,7 @@ from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.partition.zero import split_before
 from graphacc.search.cost import GraphCost, Moved, Weight, move_seconds
-from graphacc.strategy.axes import CP, DP, FSDP, GRADIENT_AXES
+from graphacc.strategy.axes import CP, DP, EP, FSDP, GRADIENT_AXES, TP, ZERO_AXES
 from graphacc.strategy.spec import Strategy
 
 _HIDE = (Role.WEIGHT, Role.GRADIENT)
@@ -84,12 +85,29 @@ class Composed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """Messages of one kind."""
+
+    number: int = 0
+    size_bytes: float = 0.0  # of all together
+    largest_bytes: float = 0.0
+
+    def __add__(self, other: "_Sent") -> "_Sent":
+        return _Sent(number=self.number + other.number, size_bytes=self.size_bytes + other.size_bytes, largest_bytes=max(self.largest_bytes, other.largest_bytes))
+
+    def divided(self, ranks: int) -> "_Sent":
+        """As many, of a part of each."""
+        return _Sent(number=self.number, size_bytes=self.size_bytes / ranks, largest_bytes=self.largest_bytes / ranks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Messages:
     """What one rank moves in a microbatch, and in the update."""
 
     moved: tuple[Moved, ...]
-    scattered: tuple[float, ...]  # sizes of the messages that scatter gradients first; none: gradients stay whole
+    scattered: _Sent  # what scatters gradients first; nothing: gradients stay whole
     transient_bytes: int  # of what is gathered
+    reordered_bytes: Mapping[Phase, int]  # read and written by copies around them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,29 +138,43 @@ class Profile:
     working_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # module -> the most that is stored while one of its calls runs, besides what backward reads of forward
 
     @property
-    def update_bytes(self) -> int:
-        """That the whole update reads and writes: parameters and state both, gradients once."""
-        return sum(weight.count * (3 * weight.size_bytes + 2 * self.state_bytes[weight.name]) for weight in self.cost.weights if weight.trained)
+    def saved_for_backward(self) -> int:
+        """Bytes of the temporaries that backward reads of forward: rematerialisation spares no more."""
+        return self.saved_bytes + self.cost.saved_bytes
+
+    @functools.cached_property
+    def _totals(self) -> dict[str, "_Total"]:
+        """Bytes of all weights, by what of them."""
+        weights = self.cost.weights
+        return {
+            "parameters": _total(weights, lambda weight: weight.size_bytes),
+            "trained": _total(weights, lambda weight: weight.size_bytes if weight.trained else 0),
+            "state": _total(weights, lambda weight: self.state_bytes.get(weight.name, 0)),
+            "update": _total(weights, lambda weight: 3 * weight.size_bytes + 2 * self.state_bytes[weight.name] if weight.trained else 0),  # parameters and state are read and written, gradients read
+            "casts": _total(weights, _cast_bytes),
+            "cast for backward": _total(weights, lambda weight: weight.travels_bytes if _cast_bytes(weight) and weight.gathers > 1 else 0),
+        }
 
     def floor(self, strategy: Strategy, hardware: Hardware) -> float:
         """Seconds of what every rank computes and waits for, also where one of the model axes is larger; of a pipeline, without its bubble.
 
         Not in it: what the data axes may divide or hide, and what moves weights and gradients over a model axis, which shrinks with the weights that another axis splits.
         """
-        once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(_cast_bytes(self.cost.weights), hardware)
+        once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(self._totals["casts"].all_bytes, hardware)
         return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in self._waited_for))
 
     def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> float:
         """Seconds below which a strategy does not fall whose model axes are multiples of those of `here`, of which this is the profile.
 
-        That is `floor`, and what the data axes do not hide behind it: tp and ep leave a rank a part of the weights, and cp all. Of a pipeline it is
+        That is `floor`, with the activations that tp sums and ep exchanges of as many more samples as tp gives a rank, and what the data axes do not hide behind it: tp
+        leaves a rank a part of the weights, ep of those of experts, and cp all. Of a pipeline it is
         that of the mean stage, and the bubble of equal ones, of which "zb-h1" leaves the forward.
         """
         factor = here.microbatches / here.pp / larger.microbatches
-        data = self._share(here.tp * here.ep / (larger.tp * larger.ep), hardware).composed(larger, hardware)
+        data = self._share(here.tp / larger.tp, here.ep / larger.ep, hardware).composed(larger, hardware)
         seconds = {phase: factor * self.cost.seconds[phase] + data.seconds[phase] / larger.pp for phase in Phase}
-        seconds[Phase.FORWARD] -= factor * _stream_seconds(_cast_bytes(self.cost.weights), hardware)
-        moved = [*(item.times(factor) for item in self._waited_for), *(item.times(1 / larger.pp) for item in data.moved)]
+        seconds[Phase.FORWARD] -= factor * _stream_seconds(self._totals["casts"].all_bytes, hardware)
+        moved = [*(item.times(factor, larger.tp / here.tp if item.axis in (TP, EP) else 1.0) for item in self._waited_for), *(item.times(1 / larger.pp) for item in data.moved)]
         found = dataclasses.replace(data, update_seconds=data.update_seconds / larger.pp)
         busy = estimated(found, timed(seconds, moved, larger, hardware, count=larger.microbatches))
         waits = larger.microbatches * (seconds[Phase.FORWARD] if larger.schedule == "zb-h1" else seconds[Phase.FORWARD] + seconds[Phase.BACKWARD])
@@ -150,21 +182,24 @@ class Profile:
         return dataclasses.replace(busy, bubble_seconds=bubbles * waits).on(hardware).seconds
 
     @functools.cached_property
-    def _shares(self) -> dict[tuple[float, Hardware], "Profile"]:
+    def _shares(self) -> dict[tuple[float, float, Hardware], "Profile"]:
         return {}
 
-    def _share(self, share: float, hardware: Hardware) -> "Profile":
-        """Of nothing but the weights, of each so much; made once."""
-        if (known := self._shares.get((share, hardware))) is not None:
+    def _share(self, share: float, of_experts: float, hardware: Hardware) -> "Profile":
+        """Of nothing but the weights, of each so much, and of experts so much of that; made once."""
+        if (known := self._shares.get((share, of_experts, hardware))) is not None:
             return known
+        shares = {weight.name: share * of_experts if weight.is_of_experts else share for weight in self.cost.weights}
         weights = tuple(
-            dataclasses.replace(weight, size_bytes=int(share * weight.size_bytes), travels_bytes=int(share * weight.travels_bytes), shape=(), gradient_is_strided=False)
+            dataclasses.replace(
+                weight, size_bytes=int(shares[weight.name] * weight.size_bytes), travels_bytes=int(shares[weight.name] * weight.travels_bytes), shape=(), gradient_is_strided=False
+            )
             for weight in self.cost.weights
         )
-        seconds = dict.fromkeys(Phase, 0.0) | {Phase.FORWARD: _stream_seconds(_cast_bytes(weights), hardware)}
+        seconds = dict.fromkeys(Phase, 0.0) | {Phase.FORWARD: _stream_seconds(sum(weight.count * _cast_bytes(weight) for weight in weights), hardware)}
         cost = dataclasses.replace(self.cost, weights=weights, seconds=seconds, moved=())
-        found = dataclasses.replace(self, cost=cost, state_bytes={name: int(share * size) for name, size in self.state_bytes.items()})
-        self._shares[share, hardware] = found
+        found = dataclasses.replace(self, cost=cost, state_bytes={name: int(shares[name] * size) for name, size in self.state_bytes.items()})
+        self._shares[share, of_experts, hardware] = found
         return found
 
     @functools.cached_property
@@ -174,8 +209,7 @@ class Profile:
 
     def gradient_bytes(self, strategy: Strategy) -> int:
         """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
-        whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
-        return whole // strategy.zero_ranks if strategy.zero_stage >= 2 or strategy.offload is not None else whole
+        return round(self._totals["trained"].kept(strategy, stage=2 if strategy.offload is None else 1))
 
     def estimate(self, strategy: Strategy, hardware: Hardware, *, sums_once: bool = False) -> Estimate:
         """Compose the estimate of a strategy with this profile's model-parallel axes.
@@ -186,30 +220,29 @@ class Profile:
         found = self.composed(strategy, hardware)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
-    def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: Sequence[float]) -> int:
+    def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: _Sent) -> int:
         """Of the moment at which the backward begins, or of its end, when all gradients wait for the update; planned programs of CPUs update at once.
 
         Args:
-            scattered: sizes of the messages that scatter gradients, one of which is on its way while the next is made; none: gradients stay whole.
+            scattered: the messages that scatter gradients, one of which is on its way while the next is made; none: gradients stay whole.
         """
         if hardware.shared_cores:
             return self.temporary_bytes + self.cost.saved_bytes
-        sent = round(min(sum(scattered), 2 * max(scattered, default=0)))
-        begin = (self.released_bytes if scattered else self.temporary_bytes) + self.cost.saved_bytes
+        sent = round(min(scattered.size_bytes, 2 * scattered.largest_bytes))
+        begin = (self.released_bytes if scattered.number else self.temporary_bytes) + self.cost.saved_bytes
         end = 0
         if self.updates and strategy.microbatches == 1 and strategy.offload is None:
-            whole = sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
-            end = (whole // strategy.zero_ranks if scattered else whole) + max(0, self.released_bytes - self.saved_bytes)
+            end = round(self._totals["trained"].kept(strategy)) + max(0, self.released_bytes - self.saved_bytes)
         return max(begin, end) + sent
 
-    def _host_update_seconds(self, strategy: Strategy, hardware: Hardware, share: float) -> float:
+    def _host_update_seconds(self, strategy: Strategy, hardware: Hardware) -> float:
         """What a step waits for an update on the host, of which every rank has a share; 0 where the hardware does not say what that takes.
 
         It begins when all gradients are there, as it does on GPUs; with `Strategy.delay` beside the next step's forward and backward.
         """
-        trained = share * sum(weight.count * weight.size_bytes for weight in self.cost.weights if weight.trained)
+        trained, updated = self._totals["trained"].kept(strategy), self._totals["update"].kept(strategy)
         back = trained / 2 if strategy.precision == "bf16" else trained
-        taken = hardware.host_update_seconds(gradient_bytes=trained, parameter_bytes=back, update_bytes=self.update_bytes * share)
+        taken = hardware.host_update_seconds(gradient_bytes=trained, parameter_bytes=back, update_bytes=updated)
         if taken is None:
             return 0.0
         beside = strategy.microbatches * sum(self.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) if strategy.delay and not hardware.shared_cores else 0.0
@@ -217,28 +250,22 @@ class Profile:
 
     def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
         """With what `dp`, `fsdp` and `zero` add."""
-        stage, weights = strategy.zero_stage, self.cost.weights
-        kept = sum(weight.count * weight.size_bytes for weight in weights)
-        trained = sum(weight.count * weight.size_bytes for weight in weights if weight.trained)
-        state = sum(weight.count * self.state_bytes.get(weight.name, 0) for weight in weights)
-        messages = self._messages_of(strategy)
-        share = 1 / strategy.zero_ranks
-        cast = [weight for weight in weights if weight.travels_bytes < weight.size_bytes] if stage == 3 else []  # each rank casts its part, and keeps that
+        totals, messages = self._totals, self._messages_of(strategy)
+        kept, state = totals["parameters"].kept(strategy, stage=3), totals["state"].kept(strategy)
         offloads = strategy.offload is not None
-        kept_bytes = kept // 2 if offloads and strategy.precision == "bf16" else kept
         seconds = dict(self.cost.seconds)
-        seconds[Phase.FORWARD] -= _stream_seconds(_cast_bytes(cast) * (1 - share), hardware)
-        for phase, size in _reordered_bytes(weights, strategy).items():
+        seconds[Phase.FORWARD] -= _stream_seconds(totals["casts"].all_bytes - totals["casts"].kept(strategy, stage=3), hardware)  # each rank casts its part, and keeps that
+        for phase, size in messages.reordered_bytes.items():
             seconds[phase] += _stream_seconds(size, hardware)
-        transient = messages.transient_bytes - round(sum(weight.count * weight.travels_bytes for weight in cast if weight.gathers > 1) * (1 - share))
+        transient = messages.transient_bytes - round(totals["cast for backward"].all_bytes - totals["cast for backward"].kept(strategy, stage=3))
         return Composed(
             seconds=seconds,
             moved=messages.moved,
-            update_seconds=self._host_update_seconds(strategy, hardware, share) if offloads else _stream_seconds(self.update_bytes * share, hardware),
+            update_seconds=self._host_update_seconds(strategy, hardware) if offloads else _stream_seconds(totals["update"].kept(strategy), hardware),
             sizes={
-                "parameter_bytes": round(kept_bytes * (share if stage == 3 else 1.0)),
-                "state_bytes": 0 if offloads else round(state * share),
-                "host_bytes": round((state + trained) * share) if offloads else 0,
+                "parameter_bytes": round(kept / 2 if offloads and strategy.precision == "bf16" else kept),
+                "state_bytes": 0 if offloads else round(state),
+                "host_bytes": round(state + totals["trained"].kept(strategy)) if offloads else 0,
                 "other_bytes": self.cost.other_bytes,
                 "temporary_bytes": self._temporary_bytes(strategy, hardware, messages.scattered) + transient,
             },
@@ -246,7 +273,7 @@ class Profile:
 
     def _messages_of(self, strategy: Strategy) -> "_Messages":
         """What a strategy moves in a microbatch; made once for all that share the state alike."""
-        alike = strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
+        alike = strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.ep, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
         if alike not in self._known_messages:
             self._known_messages[alike] = self._made_messages(strategy)
         return self._known_messages[alike]
@@ -256,45 +283,86 @@ class Profile:
         return {}
 
     def _made_messages(self, strategy: Strategy) -> "_Messages":
-        stage, ranks = strategy.zero_stage, strategy.fsdp
-        weights = [weight for weight in self.cost.weights for _ in range(weight.count)]
+        weights = self.cost.weights
         trained = [weight for weight in weights if weight.trained]
-        gathered = [weight.travels_bytes for weight in weights]
-        gradients = [weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes for weight in trained]
+        again = [weight for weight in weights if weight.gathers > 1]
+        steps = _zero_steps(strategy)
+        gathered = sum(weight.count * weight.travels_bytes for weight in weights if not steps or any(_splits(axis, weight) for axis in steps))
+        bucket = _bucket_bytes(strategy, gathered)
+
+        def travelling(read: Sequence[Weight], axis: str) -> list[tuple[int, int, int]]:
+            return [(weight.travels_bytes, weight.count, _parts(weight, axis, strategy)) for weight in read if _splits(axis, weight)]
+
         moved, secondary = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES], 0
-        bucket = _bucket_bytes(strategy, sum(gathered))
-        within = strategy.cp if stage else 1  # ranks that share what those of fsdp leave
-        if stage == 3:
-            again = [weight.travels_bytes for weight in weights if weight.gathers > 1]
-            if (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
-                once = [weight.travels_bytes for weight in weights if weight.gathers <= 1]
-                secondary = sum(again) // group // within
-                across = _gathers(Phase.FORWARD, [size // group // within for size in again], bucket, f"{FSDP}%{group}")
-                moved += [_gathers(Phase.FORWARD, once, bucket, FSDP, within), across]
-                moved += [_gathers(phase, again, bucket, f"{FSDP}/{group}", within) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-            elif ranks > 1:
-                moved += [_gathers(phase, sizes, bucket, FSDP, within) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
-            if within > 1:
-                moved += [_gathers(phase, sizes, bucket, CP) for phase, sizes in ((Phase.FORWARD, gathered), (Phase.BACKWARD, again))]
-        elif stage:
-            updated = [weight.size_bytes for weight in trained]
-            moved += [_gathers(Phase.UPDATE, updated, bucket, axis, parts) for axis, size, parts in ((FSDP, ranks, within), (CP, within, 1)) if size > 1]
-        scattered = _messages(gradients, bucket, bucket // 2)
+        for axis in steps if strategy.zero_stage == 3 else ():
+            if axis == FSDP and (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
+                once = [weight for weight in weights if weight.gathers <= 1]
+                parts = [(size // group // split, count, 1) for size, count, split in travelling(again, axis)]
+                secondary = sum(size * count for size, count, _ in parts)
+                moved += [_gathers(Phase.FORWARD, travelling(once, axis), bucket, axis), _gathers(Phase.FORWARD, parts, bucket, f"{axis}%{group}")]
+                moved += [_gathers(phase, travelling(again, axis), bucket, f"{axis}/{group}") for phase in (Phase.FORWARD, Phase.BACKWARD)]
+            else:
+                moved += [_gathers(phase, travelling(read, axis), bucket, axis) for phase, read in ((Phase.FORWARD, weights), (Phase.BACKWARD, again))]
+        for axis in steps if strategy.zero_stage in (1, 2) else ():
+            updated = [(weight.size_bytes, weight.count, _parts(weight, axis, strategy)) for weight in trained if _splits(axis, weight)]
+            moved.append(_gathers(Phase.UPDATE, updated, bucket, axis))
+
+        def gradients(axis: str | None = None, parts: bool = False) -> list[tuple[float, int]]:
+            sizes = ((weight, weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes) for weight in trained if axis is None or _splits(axis, weight))
+            return [(size / _parts(weight, axis, strategy) if parts and axis is not None else size, weight.count) for weight, size in sizes]
+
+        scattered = _messages(gradients(), bucket, bucket // 2)
         summed = functools.partial(_sums, bucket=bucket, ranks=strategy.zero_ranks)
         sums = [item for item in moved if item.each]
         moved = [item for item in moved if not item.each]
-        moved += [_gradients(item.axis, item.kind, summed([(size, count) for _, size, count in item.each])) for item in sums if not (stage and item.axis == CP)]
-        if within > 1:
-            moved.append(_gradients(CP, "reduce_scatter", scattered))
-        elif strategy.cp > 1 and not any(item.axis == CP for item in sums):  # of weights alone
-            moved.append(_gradients(CP, "all_reduce", summed([(size, 1) for size in gradients])))
-        if stage and ranks > 1:
-            moved.append(_gradients(FSDP, "reduce_scatter", _messages([size / within for size in gradients], bucket, bucket // 2)))
+        moved += [_gradients(item.axis, item.kind, summed(_in_layers([(size, count) for _, size, count in item.each]))) for item in sums if item.axis not in steps]
+        for axis in (CP, EP):
+            if getattr(strategy, axis) > 1 and axis not in steps and not any(item.axis == axis for item in sums):  # of weights alone
+                moved.append(_gradients(axis, "all_reduce", summed(gradients(axis))))
+        moved += [_gradients(axis, "reduce_scatter", _messages(gradients(axis, parts=True), bucket, bucket // 2)) for axis in steps]
         if strategy.dp > 1:
-            moved.append(_gradients(DP, "all_reduce", summed([(size, 1) for size in gradients])))
-        transient = min(sum(gathered), (strategy.prefetch + 1) * bucket) if stage == 3 else 0
-        transient += transient // within if within > 1 and ranks > 1 else 0  # what fsdp gives and cp gathers
-        return _Messages(moved=tuple(moved), scattered=scattered if stage else (), transient_bytes=transient + secondary)
+            moved.append(_gradients(DP, "all_reduce", summed(gradients())))
+        transient = min(gathered, (strategy.prefetch + 1) * bucket) if strategy.zero_stage == 3 else 0
+        sizes_between = itertools.accumulate((getattr(strategy, axis) for axis in steps[:-1]), lambda total, size: total * size)
+        transient += sum(transient // size for size in sizes_between)  # what one step gives and the next one gathers
+        return _Messages(moved=tuple(moved), scattered=scattered if steps else _Sent(), transient_bytes=transient + secondary, reordered_bytes=_reordered_bytes(weights, strategy))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Total:
+    """Bytes of all weights of a rank, before ZeRO."""
+
+    of_experts: int
+    of_others: int
+
+    @property
+    def all_bytes(self) -> int:
+        return self.of_experts + self.of_others
+
+    def kept(self, strategy: Strategy, stage: int = 1) -> float:
+        """What is left to a rank of what ZeRO splits from a stage on."""
+        return self.of_experts / strategy.zero_ranks_of_experts + self.of_others / strategy.zero_ranks if strategy.zero_stage >= stage else self.all_bytes
+
+
+def _total(weights: Sequence[Weight], size_of: Callable[[Weight], int]) -> _Total:
+    of_experts, of_others = (sum(weight.count * size_of(weight) for weight in weights if weight.is_of_experts is which) for which in (True, False))
+    return _Total(of_experts=of_experts, of_others=of_others)
+
+
+def _zero_steps(strategy: Strategy) -> tuple[str, ...]:
+    """The axes over which ZeRO splits, one after the other; weights are gathered over them in the other order."""
+    return tuple(axis for axis in ZERO_AXES if getattr(strategy, axis) > 1) if strategy.zero_stage else ()
+
+
+def _splits(axis: str, weight: Weight) -> bool:
+    """Whether ZeRO splits a weight along one of its axes."""
+    return axis != EP or not weight.is_of_experts
+
+
+def _parts(weight: Weight, axis: str, strategy: Strategy) -> int:
+    """The number of parts in which the axes before this one have split a weight."""
+    before = ZERO_AXES[: ZERO_AXES.index(axis)]
+    return math.prod(getattr(strategy, other) for other in before if _splits(other, weight))
 
 
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
@@ -347,63 +415,72 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phas
     """Read and written by copies around gathers and scatters of what is split along another dim than the first: ranks' blocks are interleaved there."""
     found: dict[Phase, int] = dict.fromkeys(Phase, 0)
     for weight in weights if strategy.zero_stage else ():
+        axes = [axis for axis in _zero_steps(strategy) if _splits(axis, weight)]
         travels = weight.count * weight.travels_bytes
         gradient = travels if strategy.reduces_narrow else weight.count * weight.size_bytes
-        split = split_before(weight.shape, strategy.cp, strategy.fsdp)
         if strategy.hpz > 1 and weight.gathers > 1:  # the parts of a node come into the order of the ranks
-            found[Phase.FORWARD] += 2 * travels // strategy.cp
-            found[Phase.BACKWARD] += 2 * travels // strategy.cp
+            parts = _parts(weight, FSDP, strategy)
+            found[Phase.FORWARD] += 2 * travels // parts
+            found[Phase.BACKWARD] += 2 * travels // parts
+        split = split_before(weight.shape, getattr(strategy, axes[0]), math.prod(getattr(strategy, axis) for axis in axes[1:])) if axes else None
         if split is None:
             continue
-        steps = 1 / strategy.cp * (strategy.cp > 1 and strategy.fsdp > 1)  # what one step gives is put together for the next one
+        copied = sum(1 / _parts(weight, axis, strategy) for axis in axes[1:])  # what one step gives is put together for the next one
         if split.dim:
-            steps += 1
+            copied += 1
         if strategy.zero_stage == 3:
-            found[Phase.FORWARD] += round(2 * steps * travels)
-            found[Phase.BACKWARD] += round(2 * steps * travels * (weight.gathers > 1))
+            found[Phase.FORWARD] += round(2 * copied * travels)
+            found[Phase.BACKWARD] += round(2 * copied * travels * (weight.gathers > 1))
         if weight.trained:
             strided = (travels + gradient) * weight.gradient_is_strided if split.dim else 0
-            found[Phase.BACKWARD] += round(2 * steps * gradient) + strided
+            found[Phase.BACKWARD] += round(2 * copied * gradient) + strided
     return found
 
 
-def _gathers(phase: Phase, sizes: Sequence[int], bucket: int, axis: str, parts: int = 1) -> Moved:
+def _gathers(phase: Phase, tensors: Sequence[tuple[int, int, int]], bucket: int, axis: str) -> Moved:
     """Small tensors have messages of their own (see `graphacc.passes.communication.buckets`).
 
     Args:
-        sizes: of whole tensors, of which so many `parts` each are gathered here.
+        tensors: bytes of one when it is whole, how many there are, and the number of parts of which one is gathered here.
     """
-    small = [size for size in sizes if size <= SMALL_BYTES]
-    messages = _messages(small, bucket, bucket) + _messages([size for size in sizes if size > SMALL_BYTES], bucket, bucket // 2)
-    return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=len(messages), size_bytes=sum(messages) // parts)
+    small = [(size, count) for size, count, _ in tensors if size <= SMALL_BYTES]
+    large = [(size, count) for size, count, _ in tensors if size > SMALL_BYTES]
+    number = _messages(small, bucket, bucket).number + _messages(large, bucket, bucket // 2).number
+    return Moved(axis=axis, kind="all_gather", role=Role.WEIGHT, phase=phase, number=number, size_bytes=round(sum(size * count / parts for size, count, parts in tensors)))
 
 
-def _gradients(axis: str, kind: str, messages: tuple[float, ...]) -> Moved:
-    return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, number=len(messages), size_bytes=sum(messages))
+def _gradients(axis: str, kind: str, sent: _Sent) -> Moved:
+    return Moved(axis=axis, kind=kind, role=Role.GRADIENT, phase=Phase.BACKWARD, number=sent.number, size_bytes=sent.size_bytes)
 
 
-def _sums(sizes: Sequence[tuple[float, float]], bucket: int, ranks: int) -> tuple[float, ...]:
-    """Messages of sums of gradients, of (size, how many there are), which have been scattered over so many ranks before; those of as many follow on each other in every layer."""
-    each = [size for count, run in itertools.groupby(sizes, key=lambda item: round(item[1])) for size in [size for size, _ in run] * count]
+def _in_layers(sizes: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
+    """Tensors in their order, of (size, how many there are): those of as many follow on each other in every layer."""
+    return [(size, 1) for count, run in itertools.groupby(sizes, key=lambda item: round(item[1])) for size in [size for size, _ in run] * count]
+
+
+def _sums(tensors: Sequence[tuple[float, int]], bucket: int, ranks: int) -> _Sent:
+    """Messages of sums of gradients, of (size, how many there are), which have been scattered over so many ranks before."""
     if ranks == 1:
-        return _messages(each, bucket, SMALL_BYTES)
-    joined = _messages([size for size in each if size <= bucket // 2], bucket, bucket // 2)
-    alone = _messages([size / ranks for size in each if size > bucket // 2], bucket, SMALL_BYTES)
-    return (*(size / ranks for size in joined), *alone)
+        return _messages(tensors, bucket, SMALL_BYTES)
+    joined = _messages([(size, count) for size, count in tensors if size <= bucket // 2], bucket, bucket // 2)
+    return joined.divided(ranks) + _messages([(size / ranks, count) for size, count in tensors if size > bucket // 2], bucket, SMALL_BYTES)
 
 
-def _messages(sizes: Sequence[float], bucket: int, alone: int) -> tuple[float, ...]:
-    """Messages of at most `bucket` bytes, in order; what is larger than `alone` is one by itself."""
-    messages, filling = [], 0
-    for size in sizes:
+def _messages(tensors: Sequence[tuple[float, int]], bucket: int, alone: int) -> _Sent:
+    """Messages of at most `bucket` bytes, of tensors in order, (size, how many there are); what is larger than `alone` is one by itself."""
+    number, largest, filling = 0, 0.0, 0.0
+    for size, count in tensors:
         if size > alone:
-            messages.append(size)
-        elif filling and filling + size > bucket:
-            messages.append(filling)
-            filling = size
-        else:
-            filling += size
-    return tuple([*messages, *([filling] if filling else [])])
+            number, largest = number + count, max(largest, size)
+            continue
+        while count:
+            if filling and filling + size > bucket:
+                number, largest, filling = number + 1, max(largest, filling), 0.0
+            taken = min(count, max(1, int((bucket - filling) // size))) if size else count
+            filling, count = filling + taken * size, count - taken
+    if filling:
+        number, largest = number + 1, max(largest, filling)
+    return _Sent(number=number, size_bytes=sum(size * count for size, count in tensors), largest_bytes=largest)
 
 
 def _bucket_bytes(strategy: Strategy, weights: int) -> int:
@@ -412,9 +489,9 @@ def _bucket_bytes(strategy: Strategy, weights: int) -> int:
     return round(strategy.bucket_mb * 1e6)
 
 
-def _cast_bytes(weights: Sequence[Weight]) -> int:
-    """Read and written by the casts of weights to the dtype in which they are computed with."""
-    return sum(weight.count * (weight.size_bytes + weight.travels_bytes) for weight in weights if weight.travels_bytes < weight.size_bytes)
+def _cast_bytes(weight: Weight) -> int:
+    """Read and written by the cast of a weight to the dtype in which it is computed with."""
+    return weight.size_bytes + weight.travels_bytes if weight.travels_bytes < weight.size_bytes else 0
 
 
 def _stream_seconds(size: float, hardware: Hardware) -> float:

@@ -18,10 +18,12 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from graphacc import collector
 from graphacc._compat.torch_ import without_function_modes
@@ -37,7 +39,7 @@ from graphacc.passes.microbatches import Inseparable, in_microbatches
 from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
-from graphacc.passes.runner import run_passes
+from graphacc.passes.runner import Pass, key_of, run_passes
 from graphacc.passes.stages import Segment, cut, marked_places
 from graphacc.search.cost import RETURNED, cost_of, path_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
@@ -111,6 +113,7 @@ class Search:
         self.memory_bytes = hardware.usable_bytes if memory_bytes is None else memory_bytes
         self.seconds: dict[str, float] = {}
         self._profiles: dict[tuple, Profile | str] = {}  # a reason, where the passes refuse
+        self._begun: dict[tuple, StepGraph] = {}
         self._exact: dict[Strategy, Estimate | str] = {}
         self._splits: dict[int, Mapping] = {}
         self._experts = find_experts(joint)
@@ -376,20 +379,23 @@ class Search:
         for strategy, estimate in ranked:
             if estimate.seconds >= best:
                 break
-            if self.fits(estimate) or self.needed(dataclasses.replace(estimate, temporary_bytes=0)) > self.memory_bytes or _gathers_over_all(strategy) in strategies:
+            saved = estimate.temporary_bytes if strategy.pp > 1 or best == math.inf else self.profile_of(strategy).saved_for_backward
+            least = dataclasses.replace(estimate, temporary_bytes=max(0, estimate.temporary_bytes - saved))
+            if self.fits(estimate) or not self.fits(least) or _gathers_over_all(strategy) in strategies:
                 continue
-            for remat in REMATS:
-                try:
-                    other = strategy.replace(remat=remat)
-                    again = self.estimate(other)
-                except StrategyError:
-                    continue
-                if self.fits(again) or remat == REMATS[-1]:
-                    found.append((other, again))
-                if self.fits(again):
-                    best = min(best, again.seconds)
-                    break
+            tried = [item for remat in REMATS[-1:] if (item := self._with_remat(strategy, remat)) is not None]  # spares most
+            if tried and self.fits(tried[0][1]):
+                less = (item for remat in REMATS[:-1] if (item := self._with_remat(strategy, remat)) is not None)
+                tried = [next((item for item in less if self.fits(item[1])), tried[0])]
+                best = min(best, tried[0][1].seconds)
+            found += tried
         return found
+
+    def _with_remat(self, strategy: Strategy, remat: Any) -> tuple[Strategy, Estimate] | None:
+        other = strategy.replace(remat=remat)
+        with contextlib.suppress(StrategyError):
+            return other, self.estimate(other)
+        return None
 
     def _finalists(self, ranked: Ranking) -> Ranking:
         """The first ones that fit by the real passes, until one takes the time that was estimated; at most `FINALISTS`.
@@ -539,13 +545,13 @@ class Search:
             dp=self._rows(strategy),
             bucket_mb=0,
         )
-        local = self._local(self.reduced.step, plain)
+        local = self._begun_alike(plain)
         with unchanged(local):
             return self._read(local)
 
     def _read(self, local: StepGraph) -> Profile:
         """The profile of a program of one device."""
-        cost = cost_of(local, self.hardware, self.reduced.count)
+        cost = cost_of(local, self.hardware, self.reduced.count, self._experts)
         whole = {item.target: _input_bytes(item) for item in self.joint.inputs if item.kind is Kind.PARAM}
         state = {w.name: round(self._state_of(w.name, whole[w.name]) * w.size_bytes / max(1, whole[w.name])) for w in cost.weights if w.trained}
         working: dict[str, int] = {}
@@ -631,9 +637,26 @@ class Search:
         return None if self.accumulates or strategy.microbatches > 1 or strategy.offload is not None else self.update
 
     def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
-        passes = build_pipeline(step, strategy, batch_dims=self.dims_of(step), splits=self.splits_of(strategy), experts=self._experts)
         with collector.paused():
-            return run_passes(step.copy(), passes)[0]
+            return run_passes(step.copy(), self._passes(step, strategy))[0]
+
+    def _passes(self, step: StepGraph, strategy: Strategy) -> list[Pass]:
+        return build_pipeline(step, strategy, batch_dims=self.dims_of(step), splits=self.splits_of(strategy), experts=self._experts)
+
+    def _begun_alike(self, strategy: Strategy) -> StepGraph:
+        """The program of one device of the reduced step, unchecked, as it is only read. What stands in front of each partition is kept, for strategies that begin alike; a partition does not change it."""
+        step = self.reduced.step
+        passes = self._passes(step, strategy)
+        keys = key_of(passes)
+        ends = [i for i, item in enumerate(passes) if i and item.decide is not None]
+        known = max((end for end in ends if keys[:end] in self._begun), default=0)
+        found = self._begun[keys[:known]] if known else step.copy()
+        with collector.paused():
+            for start, end in itertools.pairwise([known, *(end for end in ends if end > known), len(passes)]):
+                found, _ = run_passes(found, passes[start:end], checks=False)
+                if end < len(passes):
+                    self._begun[keys[:end]] = found
+        return found
 
     def splits_of(self, strategy: Strategy) -> Mapping[str, Shard] | None:
         """The splits of parameters along `tp`; None without the axis."""

@@ -205,11 +205,11 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limit
 
 
 def _stages(mesh: Mapping[str, int], microbatches: int) -> tuple[int | None, ...]:
-    """ZeRO's stages over `fsdp` and `cp`, None for what a strategy does without one."""
+    """ZeRO's stages over `fsdp`, `cp` and `ep`, None for what a strategy does without one."""
     split = (1,) if microbatches == 1 else (2, 1)
     if mesh[FSDP] > 1:
         return (None, *split)
-    return (None, 3, *split) if mesh[CP] > 1 else (None,)
+    return (None, 3, *split) if mesh[CP] * mesh[EP] > 1 else (None,)
 
 
 def _ranks_of_host(mesh: Mapping[str, int], limits: Limits) -> int | None:

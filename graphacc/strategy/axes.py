@@ -8,8 +8,8 @@ DATA_AXES = (EP, FSDP, DP)
 GRADIENT_AXES = (DP, FSDP)
 """Their ranks work on the same parameters; gradients are summed over them in the backward, which may hide that."""
 
-ZERO_AXES = (CP, FSDP)
-"""Their ranks share what ZeRO splits, in the order in which it is split."""
+ZERO_AXES = (CP, EP, FSDP)
+"""Their ranks share what ZeRO splits, in the order in which it is split; those of `ep` all but the experts, which are split over them anyway."""
 
 MODEL_AXES = (TP, CP)
 """Their ranks work on the same samples: on other features, or on other tokens."""

@@ -34,7 +34,7 @@ class Strategy:
 
     dp: int = 1  # replicas that split the batch and keep whole parameters
     fsdp: int = 1  # ranks that split the batch and the state that `zero` names
-    zero: int | None = None  # ZeRO stage over the ranks of `fsdp` and `cp`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3 with fsdp, and nothing is split without
+    zero: int | None = None  # ZeRO stage over the ranks of `fsdp`, `cp` and `ep`: 1 optimizer state, 2 and gradients, 3 and parameters; None: 3 with fsdp, and nothing is split without
     tp: int = 1  # tensor parallelism
     sequence_parallel: bool = False  # along tp: activations between blocks are split along the sequence
     tp_by: str = "passes"  # who partitions along tp: GraphAcc's "passes", with explicit collectives, or "spmd": XLA's SPMD partitioner, which gets the marks of parameters and sequences and partitions the whole step, dp and fsdp too
@@ -109,8 +109,8 @@ class Strategy:
             raise StrategyError("reduce_dtype='bf16' is for gradients that travel as they are, and quantized_gradients sends them as int4: leave one of the two out")
         self._check_quantization()
         self._check_offload()
-        if self.zero is not None and self.fsdp == self.cp == 1:
-            raise StrategyError(f"zero={self.zero} shards over the axes fsdp and cp, which have size 1: set fsdp to the number of ranks, or leave zero unset")
+        if self.zero is not None and self.fsdp == self.cp == self.ep == 1:
+            raise StrategyError(f"zero={self.zero} shards over the axes fsdp, cp and ep, which have size 1: set fsdp to the number of ranks, or leave zero unset")
 
     def _check_partitioner(self) -> None:
         if self.tp_by not in PARTITIONERS:
@@ -191,12 +191,17 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage in force: 0 without an fsdp axis, unless `zero` asks for one over `cp`."""
+        """The ZeRO stage in force: 0 without an fsdp axis, unless `zero` asks for one over `cp` or `ep`."""
         return (3 if self.fsdp > 1 else 0) if self.zero is None else self.zero
 
     @property
     def zero_ranks(self) -> int:
-        """The ranks over which that splits."""
+        """The ranks over which that splits what is no expert's."""
+        return self.fsdp * self.cp * self.ep if self.zero_stage else 1
+
+    @property
+    def zero_ranks_of_experts(self) -> int:
+        """The ranks over which that splits the weights of experts, besides `ep`."""
         return self.fsdp * self.cp if self.zero_stage else 1
 
     @property

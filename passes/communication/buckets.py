@@ -12,8 +12,8 @@ element: XLA fuses what stands around a message differently, and contracts a pro
 one kernel (measured: GPT-2 with dropout differs by 1e-6; not without it, and not with `--xla_cpu_max_isa=AVX`, which has no FMA).
 
 What is scattered over one axis is often summed over another one next (ranks of `dp`, `tp`); then the members of a bucket are summed as one as well, before they
-are taken apart. Under `cp` ZeRO takes two steps (`passes/partition/zero.py`), which have buckets of their own: a gather over `fsdp` counts as what the one over
-`cp` makes of it, and gradients are scattered over `cp` in buckets before those of `fsdp` are made.
+are taken apart. Under `cp` and `ep` ZeRO takes a step for each axis (`passes/partition/zero.py`), and these have buckets of their own: a gather over `fsdp` counts as what the
+last one makes of it, and gradients are scattered over `cp`, then `ep`, in buckets before those of `fsdp` are made.
 
 A gather waits for nothing but parameters and, in the backward of ZeRO-3, the gradient that `graphacc::after` names, so that a bucket is
 gathered where its first member was. A scatter or an all-reduce is carried out where its last member was, as long as nothing has read one
@@ -43,6 +43,7 @@ from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.runner import Log, Pass
 from graphacc.passes.stages.values import SEGMENT, VIEWS
+from graphacc.strategy.axes import ZERO_AXES
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER, REDUCE = (
@@ -104,17 +105,17 @@ def bucket_pass(bucket_bytes: int | None, multiple: int = 1) -> Pass:
     def run(step: StepGraph, log: Log) -> StepGraph:
         log.details = report = BucketReport(_count(step))
         limit, given = _limit(step) if bucket_bytes is None else bucket_bytes, _gathers_of_given(step)
-        early, first = _early(step, limit, given), _late(step, limit, given, first=True)
-        report.add([*early, *first])
+        early = _early(step, limit, given)
+        report.add(early)
+        log.rewrote(len(early))
         for bucket in early:
             _join_early(step, bucket)
-        for bucket in first:
-            _join(step, bucket, bucket.members[-1])
-        late = _late(step, limit, given)
-        report.add(late)
-        for bucket in late:
-            _join(step, bucket, bucket.members[-1], multiple if bucket.members[-1].meta["move"].bits else 1)
-        log.rewrote(len(early) + len(first) + len(late))
+        for further in reversed(range(len(ZERO_AXES))):
+            late = _late(step, limit, given, further)
+            report.add(late)
+            log.rewrote(len(late))
+            for bucket in late:
+                _join(step, bucket, bucket.members[-1], multiple if bucket.members[-1].meta["move"].bits else 1)
         return step
 
     return Pass(name="buckets", exact=False, optional=True, run=run, verify=verify_collectives, key=("buckets", bucket_bytes, multiple))
@@ -128,8 +129,8 @@ def _limit(step: StepGraph) -> int:
     """Bytes of a bucket by default."""
     totals: dict[Hashable, int] = {}
     for node in step.graph.nodes:
-        if node.target in _ROLES and node.meta["move"].role in _ROLES[node.target]:
-            key = node.target, node.args[-1], node.meta["phase"]
+        if node.target in _ROLES and node.meta["move"].role in _ROLES[node.target] and last_gather(node) is node:
+            key = node.target, is_across_nodes(node) if node.target is GATHER else node.args[-1], node.meta["phase"]
             totals[key] = totals.get(key, 0) + _bytes(node)
     return min(MAX_BYTES, max(totals.values(), default=MAX_BYTES) // SHARE)
 
@@ -241,7 +242,7 @@ def _early(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node])
         if node not in given:
             continue
         kind = None if node in kept else _kind(node, bucket_bytes), _anchor(node) is None
-        place = place_of(node), is_across_nodes(node), last_gather(node) is node
+        place = place_of(node), is_across_nodes(node), node.args[-1]
         if not is_small(node) and last.setdefault(place, kind) != kind:
             closed.append(left.pop(last[place], []))
             filled.pop(last[place], None)
@@ -284,11 +285,11 @@ def _available(step: StepGraph) -> set[torch.fx.Node]:
     return early
 
 
-def _late(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node], *, first: bool = False) -> list[Bucket]:
+def _late(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node], further: int) -> list[Bucket]:
     """Collectives of what the step computes, of which nothing is read by the last of their bucket.
 
     Args:
-        first: those alone of what is scattered, or gathered, over another axis next.
+        further: those alone of what is scattered, or gathered, over so many further axes next, or more.
     """
     order = {node: i for i, node in enumerate(step.graph.nodes)}
     follow: set[torch.fx.Node] = set()  # sums of what a collective in front of them gives, which share its bucket
@@ -296,7 +297,7 @@ def _late(step: StepGraph, bucket_bytes: int, given: Collection[torch.fx.Node], 
     closed = []
     for node in step.graph.nodes:
         kind = _kind(node, bucket_bytes) if node.target in _ROLES and node not in given and node not in follow else None
-        if kind is None or node.meta["move"].tensors > 1 or (first and not goes_further(node)):
+        if kind is None or node.meta["move"].tensors > 1 or (further and goes_further(node) < further):
             continue
         sums = _sums_behind(node)
         follow.update(sums)
@@ -328,15 +329,15 @@ def _follows(node: torch.fx.Node) -> bool:
     return (target in VIEWS or target is aten.constant_pad_nd.default) and len(node.all_input_nodes) == 1
 
 
-def goes_further(node: torch.fx.Node) -> bool:
-    """Whether what a collective scatters, or gathers, is scattered or gathered over another axis next, in a bucket or alone."""
+def goes_further(node: torch.fx.Node) -> int:
+    """Over how many further axes what a collective scatters, or gathers, is scattered or gathered next, in a bucket or alone."""
     left = list(node.users) if node.target in (SCATTER, GATHER) else []
     while left:
         user = left.pop()
         if user.target is node.target:
-            return True
+            return 1 + goes_further(user)
         left += user.users if _follows(user) or user.target is aten.cat.default else ()
-    return False
+    return 0
 
 
 def _move_behind(value: torch.fx.Node) -> None:

@@ -1,12 +1,12 @@
 """A gradient is scattered over `fsdp` before it is summed over another axis, which then sums a rank's part and not the whole.
 
-The partitions along `tp` and `ep` come before that along `fsdp`, so that ranks which have the same weights and other tokens, or other heads, sum the
+The partition along `tp` comes before those that ZeRO scatters along, so that ranks which have the same weights and other tokens, or other heads, sum the
 whole gradient first. Sums over two axes may be taken in either order:
 
-    g [n] -> all-reduce over ep [n]             -> reduce-scatter over fsdp [n]
-    g [n] -> reduce-scatter over fsdp [n]       -> all-reduce over ep [n / fsdp]
+    g [n] -> all-reduce over tp [n]             -> reduce-scatter over fsdp [n]
+    g [n] -> reduce-scatter over fsdp [n]       -> all-reduce over tp [n / fsdp]
 
-as the ranks of `dp` have it already, and behind the scatter over `cp` as well, where there is one. What stands
+as the ranks of `dp` have it already, and behind the scatters over `cp` and `ep` as well, where there are some. What stands
 between the two (casts to more bits, other layouts, padding) is linear, and stays in front of the scatter.
 """
 

@@ -1,8 +1,11 @@
 """Expert parallelism: the partition along `ep`.
 
 The batch is split over `ep` as over the data axes, and so are the experts: the stacked weights of grouped products, their gradients and
-their optimizer state along dim 0. Every other parameter is whole on every rank. Rows go to the rank of their expert and back by
-all-to-all (`passes.partition.routing`), so that a mixture of experts costs two exchanges of rows forward and two backward.
+their optimizer state along dim 0. Rows go to the rank of their expert and back by all-to-all (`passes.partition.routing`), so that a mixture
+of experts costs two exchanges of rows forward and two backward.
+
+Every other parameter is the same on all ranks, and is split over them as ZeRO's stage says (`passes/partition/zero.py`), before `fsdp` splits what that
+leaves; without ZeRO it is whole on each.
 """
 
 import functools
@@ -13,14 +16,15 @@ import torch
 from torch import fx
 
 from graphacc.errors import StrategyError
-from graphacc.graph import FILLED, Input, Kind, Output, Phase, StepGraph
+from graphacc.graph import FILLED, Input, Kind, Output, Phase, StepGraph, local_shape
 from graphacc.ops.facts import OpKind, of_kind
 from graphacc.passes.experts.find import PRODUCTS
 from graphacc.passes.partition import AxisPlan, assign
 from graphacc.passes.partition.axis import axis_pass
-from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
+from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.report import PartitionReport
 from graphacc.passes.partition.rules import ExpertParallel
+from graphacc.passes.partition.zero import batch_splits, split_before, zero_layouts
 from graphacc.passes.runner import Pass
 from graphacc.strategy.axes import EP
 from graphacc.strategy.spec import Strategy
@@ -56,12 +60,13 @@ def _keeps_front(node: fx.Node) -> bool:
     return dims[0] % rank == 0 if node.target is aten.permute.default else 0 not in {dim % rank for dim in dims}
 
 
-def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Pass:
+def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collection[str], batch_dims: Mapping[str, int | None], stage: int) -> Pass:
     """The partition along `ep`.
 
     Args:
         step: the captured graph; only its signature is read.
         experts: the parameters that are split.
+        stage: of ZeRO: what it splits over `fsdp` of other parameters is split over `ep` too.
 
     Raises:
         StrategyError: the model has no experts, or a number of them that `ep` does not divide.
@@ -70,16 +75,17 @@ def expert_parallel_pass(step: StepGraph, strategy: Strategy, experts: Collectio
 
     def decide(step: StepGraph) -> AxisPlan:
         _check_routing(step, strategy.ep)
-        inputs = {item.name: split for item in step.inputs if (split := _split_of(step, item, experts, batch_dims)) is not None}
-        outputs: dict[tuple[Kind, str], Placement] = {
-            (item.kind, item.target): _split_of(step, item, experts, batch_dims) or REPLICATE
-            for item in step.outputs
-            if item.kind is Kind.GRAD
-        }
-        spread = ExpertParallel(capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
-        return assign(step, EP, strategy.ep, inputs, outputs, lambda shape: None, experts=spread, reduce_narrow=strategy.reduces_narrow)
+        own = [item for item in (*step.inputs, *step.outputs) if _is_of_experts(step, item, experts)]
+        shapes = {local_shape(item.shape, item.shards) for item in own}
+        layouts = zero_layouts(step, stage, batch_splits(step, batch_dims), lambda shape: Shard(0) if shape in shapes else split_before(shape, strategy.ep, strategy.fsdp))
+        inputs = layouts.inputs | {item.name: Shard(0) for item in own if isinstance(item, Input)}
+        outputs = layouts.outputs | {(item.kind, item.target): Shard(0) for item in own if isinstance(item, Output) and item.kind is Kind.GRAD}
+        updated = frozenset(node for node, item in zip(step.results, step.outputs) if item.kind is Kind.PARAM and _is_of_experts(step, item, experts))
+        spread = ExpertParallel(weights=frozenset(experts), updated=updated, capacity_factor=strategy.capacity_factor, multiple=strategy.dp * strategy.fsdp)
+        return assign(step, EP, strategy.ep, inputs, outputs, layouts.state, experts=spread, reduce_narrow=strategy.reduces_narrow)
 
-    key = strategy.reduces_narrow, strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items())
+    zero = stage, strategy.fsdp if stage else 1
+    key = strategy.reduces_narrow, strategy.capacity_factor, strategy.dp * strategy.fsdp, tuple(sorted(experts)), tuple(batch_dims.items()), zero
     return axis_pass(EP, strategy.ep, decide, key=key, note=functools.partial(_note_rows, strategy=strategy))
 
 
@@ -119,18 +125,15 @@ def _check_routing(step: StepGraph, num_ranks: int) -> None:
         )
 
 
-def _split_of(step: StepGraph, item: Input | Output, experts: Collection[str], batch_dims: Mapping[str, int | None]) -> Shard | None:
-    if item.kind is Kind.BATCH:
-        dim = batch_dims[item.target]
-        return None if dim is None else Shard(dim)
+def _is_of_experts(step: StepGraph, item: Input | Output, experts: Collection[str]) -> bool:
+    """Whether an input or output has the experts of a parameter along dim 0: that itself, its gradient, state of its shape."""
     owner = item.target.rpartition("/")[0] if item.kind is Kind.STATE else item.target
     if item.kind not in (Kind.PARAM, Kind.GRAD, Kind.STATE) or owner not in experts:
-        return None
+        return False
     if item.kind is Kind.STATE:
         shapes = {other.target: other.shape for other in step.inputs if other.kind is Kind.PARAM}
-        if item.shape != shapes.get(owner, item.shape) or not item.shape:
-            return None
-    return Shard(0)
+        return bool(item.shape) and item.shape == shapes.get(owner, item.shape)
+    return True
 
 
 def _note_rows(step: StepGraph, report: PartitionReport, strategy: Strategy) -> None:

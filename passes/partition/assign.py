@@ -118,7 +118,7 @@ def assign(
         layout: the split of the optimizer's state for a shape, None for replicated.
         model_parallel: given for an axis that splits the model instead of the batch.
         pins: node name -> the placement of its result.
-        experts: given for an axis that spreads experts besides the batch; split parameters are then used as they are placed.
+        experts: given for an axis that spreads experts besides the batch; their weights are used as they are placed.
         adds_once: what is added to a partial sum and is replicated is added by the first rank: where no sum may be needed before the end.
         reduce_narrow: a gradient that is computed in 16 bits is summed over the ranks as such, and not as the 32 bits that it is cast to.
 
@@ -183,7 +183,7 @@ class Assigner:
         shape = local_shape(tuple(node.meta["val"].shape), placement, self.num_ranks)
         self.node = node
         self._keep(node, placement, self._act((), lambda build: build.placeholder(node, shape), placement))
-        if item.kind is Kind.PARAM and isinstance(placement, Shard) and self.experts is None:
+        if item.kind is Kind.PARAM and isinstance(placement, Shard) and not (self.experts is not None and item.target in self.experts.weights):
             self.weights.add(node)
 
     def _place_outputs(self) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
@@ -341,8 +341,8 @@ class Assigner:
         return home
 
     def _enters_as(self, operand: torch.fx.Node) -> bool:
-        """Whether the optimizer is given a value as it is, or a rank's part of it along another axis."""
-        if operand.target is _PART and operand.meta["phase"] is Phase.UPDATE:
+        """Whether the optimizer is given a value as it is, or a rank's part of it along other axes."""
+        while operand.target is _PART and operand.meta["phase"] is Phase.UPDATE:
             (operand,) = operand.all_input_nodes
             operand = operand.all_input_nodes[0] if operand.target is aten.constant_pad_nd.default else operand
         return self.kinds.get(operand) in (Kind.PARAM, Kind.GRAD) if operand.op == "placeholder" else operand.meta["phase"] is not Phase.UPDATE

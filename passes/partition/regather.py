@@ -4,8 +4,11 @@ Forward often saves a parameter for backward as a mere view, permutation or cast
 keep the gathered tensor alive from forward to backward. So every such chain that backward reads is written again,
 on ``after(parameter, gradient)``: the partition then gathers a second time, not before that gradient exists, and no
 common-subexpression pass can merge the two. What a loop over chunks of the loss will hold (``meta[CHUNKED]``) reads the first gather: its forward
-and its backward run together.
+and its backward run together. So do experts that `ep` alone splits, which are not gathered.
 """
+
+import functools
+from collections.abc import Collection
 
 import torch
 import torch.fx
@@ -14,16 +17,26 @@ from graphacc.passes.edit import Editor
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
 from graphacc.errors import GraphError
 from graphacc.graph import CHUNKED, Kind, Phase, StepGraph
-from graphacc.passes.runner import Log
+from graphacc.passes.runner import Log, Pass
 from graphacc.passes.stages.values import SEGMENT
 
 aten = torch.ops.aten
 _CHAIN = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.PART)
 
 
-def separate_backward_reads(step: StepGraph, log: Log) -> StepGraph:
-    """Make backward read parameters of its own; an exact rewriting of the global graph."""
-    roots = _chains(step)
+def regather_pass(placed: Collection[str]) -> Pass:
+    """Makes backward read parameters of its own; an exact rewriting of the global graph.
+
+    Args:
+        placed: parameters that are used as they are placed.
+    """
+    kept = frozenset(placed)
+    run, verify = functools.partial(_separate_backward_reads, placed=kept), functools.partial(_verify_backward_reads, placed=kept)
+    return Pass(name="separate-backward-reads", exact=True, optional=True, run=run, verify=verify, key=("separate-backward-reads", kept))
+
+
+def _separate_backward_reads(step: StepGraph, log: Log, placed: frozenset[str]) -> StepGraph:
+    roots = _chains(step, placed)
     order = {node: i for i, node in enumerate(step.graph.nodes)}
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     last: torch.fx.Node | None = None  # the latest value of backward
@@ -44,9 +57,9 @@ def separate_backward_reads(step: StepGraph, log: Log) -> StepGraph:
     return step
 
 
-def _chains(step: StepGraph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Every parameter, and every value that is one seen through views and casts alone, with that parameter."""
-    roots = {node: node for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM}
+def _chains(step: StepGraph, placed: frozenset[str]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Every parameter that is gathered, and every value that is one seen through views and casts alone, with that parameter."""
+    roots = {node: node for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.PARAM and item.target not in placed}
     for node in step.graph.nodes:
         if node.target in _CHAIN and node.meta["phase"] is not Phase.UPDATE and node.args[0] in roots:
             roots[node] = roots[node.args[0]]
@@ -84,9 +97,9 @@ def _copy(
     return new
 
 
-def verify_backward_reads(step: StepGraph) -> None:
+def _verify_backward_reads(step: StepGraph, placed: frozenset[str]) -> None:
     """Nothing in backward reads a forward view or cast of a parameter."""
-    roots = _chains(step)
+    roots = _chains(step, placed)
     started = False
     for node in step.graph.nodes:
         if (

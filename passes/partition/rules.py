@@ -58,6 +58,8 @@ class Operand:
 class ExpertParallel:
     """What differs along an axis that spreads experts besides the batch."""
 
+    weights: frozenset[str] = frozenset()  # parameters that hold one matrix per expert, and are used as they are placed
+    updated: frozenset[torch.fx.Node] = frozenset()  # what the step gives in the place of these
     capacity_factor: float | None = None  # rows that a rank sends to another, as a multiple of their mean; None: all of them fit
     multiple: int = 1  # number of ranks of the data axes that are partitioned afterwards
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import torch
+import torch.fx
 
 from graphacc.errors import LoweringError
 from graphacc.graph import Phase
@@ -287,19 +289,29 @@ def _as_strided(call: Call) -> Plan:
     return replicate(call, "as_strided addresses memory")
 
 
-@rule("_c10d_functional.all_gather_into_tensor.default")
+@rule("_c10d_functional.all_gather_into_tensor.default", reads_nodes=True)
 def _all_gather(call: Call) -> Dims | Plan:
     """Over another axis, of g ranks: a dim 0 that reads [outer, ranks, rest] here becomes [g * outer, ranks, rest].
 
-    What ZeRO has split over that axis as well, and the update needs whole, is gathered here first, while it is smaller.
+    What ZeRO has split over that axis as well, and the update needs whole, is gathered here first, while it is smaller; but experts stay split.
     """
     split = split_of(call, "input")
-    if split is not None and call.phase is Phase.UPDATE and call["group_name"] in ZERO_AXES:
+    if split is not None and call.phase is Phase.UPDATE and call["group_name"] in ZERO_AXES and not _leads_to(call.node, () if call.experts is None else call.experts.updated):
         return Plan((REPLICATE,), REPLICATE, restore=(None,))
     if split is not None and split.dim == 0 and split.plain:
         return Plan((split,), Shard(0, split.outer * call["group_size"]))
     labels = [None, *range(1, len(call.shape("input")))]
     return Dims({"input": labels}, [labels], linear=("input",), moves=True)
+
+
+def _leads_to(node: torch.fx.Node, results: Collection[torch.fx.Node]) -> bool:
+    left = [node] if results else []
+    while left:
+        at = left.pop()
+        if at in results:
+            return True
+        left += [user for user in at.users if user.op == "call_function"]
+    return False
 
 
 @rule("_c10d_functional.reduce_scatter_tensor.default")

@@ -1,31 +1,33 @@
-"""ZeRO as placements: which inputs and outputs of a step are split over ranks that have the same weights, those of `fsdp` and of `cp`.
+"""ZeRO as placements: which inputs and outputs of a step are split over ranks that have the same weights, those of `fsdp`, of `cp` and of `ep`.
 
 Stage 1 splits the optimizer's state, stage 2 gradients too, stage 3 parameters too (Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", SC'20, section 5). The batch is split in every stage. Inside
 one whole step stages 1 and 2 give the same program: a gradient is scattered as soon as it exists.
 
-Ranks of `cp` have other tokens of the same samples, and so the same weights as well: these are split over them before they are split over `fsdp`
-(torchtitan and Megatron-LM shard over both together), and what travels over one axis is what the other leaves:
+Ranks of `cp` have other tokens of the same samples, and those of `ep` other experts, which `ep` splits in any case. All other weights are the same on them as well, and
+are split over these axes before they are split over `fsdp` (torchtitan and Megatron-LM shard over all of them together). What travels over one axis is what the others leave:
 
-    weight [n / cp / fsdp]  ->  gather over fsdp [n / cp]  ->  gather over cp [n]
-    gradient [n]  ->  reduce-scatter over cp [n / cp]  ->  reduce-scatter over fsdp [n / cp / fsdp]
+    weight [n / cp / ep / fsdp]  ->  gather over fsdp [n / cp / ep]  ->  gather over ep [n / cp]  ->  gather over cp [n]
+    gradient [n]  ->  reduce-scatter over cp [n / cp]  ->  over ep [n / cp / ep]  ->  over fsdp [n / cp / ep / fsdp]
 
-That is as many bytes as over both in one message, and the ranks of `cp`, which are neighbours, move most of them.
+That is as many bytes as over all in one message, and the ranks of `cp` and `ep`, which are neighbours, move most of them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph, local_shape
+from graphacc.ops.facts import LAYOUT_KINDS, of_kind
 from graphacc.passes.partition.assign import Layout
 from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
 from graphacc.strategy.axes import ZERO_AXES
 
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _PART = torch.ops.graphacc.shard.default
+_LAYS_OUT = of_kind(*LAYOUT_KINDS) | {torch.ops._c10d_functional.wait_tensor.default, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 _FROM_STAGE = {Kind.STATE: 1, Kind.GRAD: 2, Kind.PARAM: 3}  # the stage from which on a kind is split
 
@@ -80,12 +82,12 @@ def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], sp
         split: that of a parameter's shape.
     """
     owners = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
-    parts = _parts_in_update(step)
-    trained = parts | {
-        local_shape(item.shape, item.shards)
-        for item in step.inputs
-        if (item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)) and (not parts or any(shard.axis in ZERO_AXES for shard in item.shards))
-    }
+    parts = [node for node in step.graph.nodes if _is_part_in_update(node)]
+    trained = {tuple(node.meta["val"].shape) for node in parts if not any(map(_is_part_in_update, _reached(node)))}
+    for node, item in zip(step.placeholders, step.inputs):
+        whole = parts and (not any(shard.axis in ZERO_AXES for shard in item.shards) or any(map(_is_part_in_update, _reached(node))))
+        if not whole and (item.kind is Kind.GRAD or (item.kind is Kind.PARAM and item.trainable)):
+            trained.add(local_shape(item.shape, item.shards))
 
     def place(item: Input | Output) -> Placement | None:
         if not stage or stage < _FROM_STAGE.get(item.kind, 4):
@@ -99,10 +101,18 @@ def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], sp
     return Layouts(inputs=inputs, outputs=outputs, state=lambda shape: split(shape) if stage and shape in trained else None)
 
 
-def _parts_in_update(step: StepGraph) -> set[tuple[int, ...]]:
-    """The shapes of what is split for the update alone, along an axis before this one: below ZeRO-3 parameters and gradients are whole, and not of the shapes of the state."""
-    parts = [node for node in step.graph.nodes if node.target is _SCATTER or (node.target is _PART and node.meta["phase"] is not Phase.FORWARD)]
-    return {tuple(node.meta["val"].shape) for node in parts if node.args[-1] in ZERO_AXES}
+def _is_part_in_update(node: torch.fx.Node) -> bool:
+    """Whether a call splits for the update alone, along an axis before this one: below ZeRO-3 parameters and gradients are whole, and not of the shapes of the state."""
+    return (node.target is _SCATTER or (node.target is _PART and node.meta["phase"] is not Phase.FORWARD)) and node.args[-1] in ZERO_AXES
+
+
+def _reached(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What reads a value, seen through padding and what only lays it out."""
+    for user in node.users:
+        if user.target in _LAYS_OUT:
+            yield from _reached(user)
+        elif user.op == "call_function":
+            yield user
 
 
 def batch_splits(step: StepGraph, batch_dims: Mapping[str, int | None]) -> dict[str, Placement]:

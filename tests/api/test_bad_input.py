@@ -41,7 +41,7 @@ def test_more_devices_than_there_are():
         ("dp=0", "dp=0 must be a whole number of at least 1"),
         ("dp=2,dp=4", "dp is set twice"),
         ("fsdp=4,zero=4", "zero=4 is no ZeRO stage"),
-        ("dp=4,zero=2", "zero=2 shards over the axes fsdp and cp, which have size 1"),
+        ("dp=4,zero=2", "zero=2 shards over the axes fsdp, cp and ep, which have size 1"),
         ("precision=fp8", "precision='fp8' is unknown"),
         ("sequence_parallel=true", "sequence_parallel splits activations over the tp axis, which has size 1"),
         ("cp=2,context=star", "context='star' is unknown: choose one of ulysses, ring"),

@@ -43,20 +43,31 @@ def run(model, optimizer, batches) -> list[float]:
 )
 @pytest.mark.default_cases("fsdp=4-one device")
 def test_training_continues_under_another_strategy(before, after, tmp_path):
-    start, _ = zoo.MODELS["gpt2"]()
-    batches = batches_of("gpt2", 4)
+    check_continued("gpt2", before, after, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ep=4,zero=3", "fsdp=2,ep=2,zero=1"), ("fsdp=2,cp=2,ep=2", "ep=2,zero=3"), ("ep=2", "fsdp=4,ep=2"), ("fsdp=2,ep=2", None)])
+@pytest.mark.matrix
+def test_training_of_a_mixture_continues_under_another_strategy(before, after, tmp_path):
+    check_continued("mixtral", before, after, tmp_path)
+
+
+def check_continued(name: str, before: str, after: str | None, folder: pathlib.Path) -> None:
+    """Two steps, a checkpoint, two further steps, against four steps of PyTorch."""
+    start, _ = zoo.MODELS[name]()
+    batches = batches_of(name, 4)
     whole = copy.deepcopy(start)
     expected = run(whole, adamw(whole), batches)
 
     first = compiled(copy.deepcopy(start), before, seed=3)
     optimizer = adamw(first)
     losses = run(first, optimizer, batches[:2])
-    graphacc.save_checkpoint(tmp_path / "c", first, optimizer, extra={"epoch": 1})
+    graphacc.save_checkpoint(folder / "c", first, optimizer, extra={"epoch": 1})
 
-    second = compiled(zoo.MODELS["gpt2"](8, 9)[0], after)
+    second = compiled(zoo.MODELS[name](8, 9)[0], after)
     optimizer = adamw(second)
-    assert graphacc.load_checkpoint(tmp_path / "c", second, optimizer) == {"epoch": 1}
-    assert second.lm_head.weight is second.transformer.wte.weight
+    assert graphacc.load_checkpoint(folder / "c", second, optimizer) == {"epoch": 1}
+    assert (second.get_output_embeddings().weight is second.get_input_embeddings().weight) == (start.lm_head.weight is start.get_input_embeddings().weight)
     losses += run(second, optimizer, batches[2:])
     assert relative_error(torch.tensor(losses), torch.tensor(expected)) < 1e-5
 

@@ -32,6 +32,8 @@ COMBINATIONS = [
     ("llama", "cp=4,zero=3"),
     ("gpt2", "pp=2,cp=2,zero=1,microbatches=2"),
     ("mixtral", "fsdp=2,cp=2,ep=2"),
+    ("mixtral", "zero=3,ep=4"),
+    ("mixtral", "pp=2,zero=1,ep=2,microbatches=2"),
 ]
 DEFAULT = [
     case

@@ -35,7 +35,9 @@ def test_training_equals_plain_pytorch(name, strategy):
     decided = {tensor.name: tensor for tensor in model.strategy.tensors}
     experts = [tensor for tensor in decided.values() if ".experts." in tensor.name]
     assert len(experts) == 4 and all(tensor.spec.startswith("ep") and tensor.decided_by.startswith("policy") for tensor in experts)
-    assert all("ep" not in tensor.spec for tensor in decided.values() if tensor not in experts)
+    others = [tensor for tensor in decided.values() if tensor not in experts]
+    assert all(("ep" in tensor.spec) == ("ZeRO" in tensor.reason) == (model.strategy.zero_stage == 3) for tensor in others)
+    assert all(("ZeRO" in tensor.reason) == (model.strategy.fsdp > 1) for tensor in experts)
     assert all(tensor.shape[0] % ep == 0 and "one matrix per expert" in tensor.reason for tensor in experts)
 
 

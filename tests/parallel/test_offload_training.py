@@ -12,7 +12,7 @@ CASES = [
     *[("gpt2", f"fsdp=8,zero={stage}") for stage in (1, 2, 3)],
     *[(name, strategy) for name in ("llama", "resnet") for strategy in ("fsdp=8", "pp=2,microbatches=2")],
     ("llama", "tp=2,fsdp=4"), ("gpt2", "tp=2,fsdp=4"), ("gpt2", "pp=2,microbatches=2"), ("gpt2", "pp=2,fsdp=2,tp=2,microbatches=4"),
-    ("gpt2", "dp=2,fsdp=2,microbatches=2"), ("gpt2", "cp=2"), ("llama", "fsdp=2,cp=2"), ("gpt2", "cp=2,zero=3"), ("mixtral", "ep=2"), ("t5", "fsdp=4"), ("tied_mlp", "fsdp=4"), ("gpt2", "fsdp=4,hpz=2"),
+    ("gpt2", "dp=2,fsdp=2,microbatches=2"), ("gpt2", "cp=2"), ("llama", "fsdp=2,cp=2"), ("gpt2", "cp=2,zero=3"), ("mixtral", "ep=2"), ("mixtral", "fsdp=2,ep=2"), ("mixtral", "ep=4,zero=3"), ("t5", "fsdp=4"), ("tied_mlp", "fsdp=4"), ("gpt2", "fsdp=4,hpz=2"),
     ("gpt2", "fsdp=4,remat=blocks"),
 ]  # fmt: skip
 DEFAULT = [("gpt2", "fsdp=8,zero=3"), ("llama", "tp=2,fsdp=4"), ("gpt2", "pp=2,microbatches=2")]

@@ -33,18 +33,18 @@ def size(moves: list[Move]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "strategy", "axis"),
-    [("llama", "fsdp=4,tp=2,sequence_parallel=true", "tp"), ("gpt2", "dp=2,fsdp=2,tp=2,sequence_parallel=true", "tp"), ("mixtral", "fsdp=2,ep=2", "ep"), ("mixtral", "fsdp=2,zero=2,ep=2", "ep"), ("llama", "fsdp=2,tp=2,sequence_parallel=true,remat=blocks", "tp")],
+    [("llama", "fsdp=4,tp=2,sequence_parallel=true", "tp"), ("gpt2", "dp=2,fsdp=2,tp=2,sequence_parallel=true", "tp"), ("mixtral", "fsdp=2,tp=2,sequence_parallel=true,ep=2", "tp"), ("llama", "fsdp=2,tp=2,sequence_parallel=true,remat=blocks", "tp")],
 )
-@pytest.mark.default_cases("llama-fsdp=4,tp=2,sequence_parallel=true-tp", "mixtral-fsdp=2,ep=2-ep")
+@pytest.mark.default_cases("llama-fsdp=4,tp=2,sequence_parallel=true-tp", "mixtral-fsdp=2,tp=2,sequence_parallel=true,ep=2-tp")
 def test_a_part_is_summed(name, strategy, axis):
-    """The model's axis sums 1/fsdp of what it sums without fsdp, and values stay those of one device."""
+    """The model's axis sums 1 / (fsdp * ep) of what it sums without ZeRO, and values stay those of one device."""
     case, inputs, expected = shared_case(name)
     chosen = Strategy.parse(strategy)
     whole, _ = partitioned(case.step, str(chosen.replace(fsdp=1, zero=None, dp=chosen.dp * chosen.fsdp)))
     parts, _ = partitioned(case.step, strategy)
     before, after = gradients(whole)[f"{axis} all_reduce"], gradients(parts)[f"{axis} all_reduce"]
     assert size(before) > 0
-    assert size(after) == pytest.approx(size(before) / chosen.fsdp, rel=0.03)  # what fsdp pads is summed as well
+    assert size(after) == pytest.approx(size(before) / (chosen.fsdp * chosen.ep), rel=0.03)  # what fsdp pads is summed as well
     assert not any(node.target is REDUCE and user.users and all(reader.target is SCATTER for reader in user.users) for node in parts.graph.nodes for user in node.users)
     check(case.step, strategy, inputs, expected)
 
