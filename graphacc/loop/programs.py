@@ -445,10 +445,12 @@ class Programs:
     def _first_layout(self, kind: Kind, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> Input:
         """Sharded along the axes along which programs may shard it."""
         shards: list[MeshShard] = []
-        behind = {EP: self.strategy.fsdp, CP: self.strategy.ep * self.strategy.fsdp}
+        fsdp, ep = self.strategy.fsdp, self.strategy.ep
+        has_experts = ep > 1 and len(shape) > 2  # one matrix for each, in all likelihood
+        behind = {CP: fsdp, EP: 1} if has_experts else {CP: ep * fsdp, EP: fsdp}
         for axis in (TP, PP, CP, EP, FSDP):
             size, local = self.mesh.shape.get(axis, 1), local_shape(shape, shards)
-            split = split_before(local, size, behind.get(axis, 1)) if size > 1 and self._is_split(kind, axis) else None
+            split = split_before(local, size, behind.get(axis, 1), kept=int(has_experts and axis == CP)) if size > 1 and self._is_split(kind, axis) else None
             if split is not None and (axis in (CP, FSDP) or not split.padding):
                 shards.append(MeshShard(axis=axis, size=size, dim=split.dim))
         return Input(name="", kind=kind, target=target, shape=shape, dtype=dtype, shards=tuple(shards))

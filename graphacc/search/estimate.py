@@ -166,9 +166,9 @@ class Profile:
     def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> float:
         """Seconds below which a strategy does not fall whose model axes are multiples of those of `here`, of which this is the profile.
 
-        That is `floor`, with the activations that tp sums and ep exchanges of as many more samples as tp gives a rank, and what the data axes do not hide behind it: tp
-        leaves a rank a part of the weights, ep of those of experts, and cp all. Of a pipeline it is
-        that of the mean stage, and the bubble of equal ones, of which "zb-h1" leaves the forward.
+        That is `floor`, with the activations that tp sums and ep exchanges of as many more samples as tp gives a rank, and what the data axes do not hide behind it:
+        tp leaves a rank a part of the weights, ep of those of experts, and cp all. Of a pipeline it is that of the mean stage, and the bubble of equal ones, of which
+        "zb-h1" leaves the forward.
         """
         factor = here.microbatches / here.pp / larger.microbatches
         data = self._share(here.tp / larger.tp, here.ep / larger.ep, hardware).composed(larger, hardware)
@@ -287,7 +287,8 @@ class Profile:
         trained = [weight for weight in weights if weight.trained]
         again = [weight for weight in weights if weight.gathers > 1]
         steps = _zero_steps(strategy)
-        gathered = sum(weight.count * weight.travels_bytes for weight in weights if not steps or any(_splits(axis, weight) for axis in steps))
+        split = [weight for weight in weights if any(_splits(axis, weight) for axis in steps)]
+        gathered = sum(weight.count * weight.travels_bytes for weight in (split if steps else weights))
         bucket = _bucket_bytes(strategy, gathered)
 
         def travelling(read: Sequence[Weight], axis: str) -> list[tuple[int, int, int]]:
@@ -297,7 +298,7 @@ class Profile:
         for axis in steps if strategy.zero_stage == 3 else ():
             if axis == FSDP and (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
                 once = [weight for weight in weights if weight.gathers <= 1]
-                parts = [(size // group // split, count, 1) for size, count, split in travelling(again, axis)]
+                parts = [(size // group // ranks, count, 1) for size, count, ranks in travelling(again, axis)]
                 secondary = sum(size * count for size, count, _ in parts)
                 moved += [_gathers(Phase.FORWARD, travelling(once, axis), bucket, axis), _gathers(Phase.FORWARD, parts, bucket, f"{axis}%{group}")]
                 moved += [_gathers(phase, travelling(again, axis), bucket, f"{axis}/{group}") for phase in (Phase.FORWARD, Phase.BACKWARD)]
@@ -307,25 +308,31 @@ class Profile:
             updated = [(weight.size_bytes, weight.count, _parts(weight, axis, strategy)) for weight in trained if _splits(axis, weight)]
             moved.append(_gathers(Phase.UPDATE, updated, bucket, axis))
 
-        def gradients(axis: str | None = None, parts: bool = False) -> list[tuple[float, int]]:
-            sizes = ((weight, weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes) for weight in trained if axis is None or _splits(axis, weight))
-            return [(size / _parts(weight, axis, strategy) if parts and axis is not None else size, weight.count) for weight, size in sizes]
+        def gradients(made: Sequence[Weight], parts_of: str | None = None) -> list[tuple[float, int]]:
+            sizes = ((weight, weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes) for weight in made if weight.trained)
+            return [(size if parts_of is None else size / _parts(weight, parts_of, strategy), weight.count) for weight, size in sizes]
 
-        scattered = _messages(gradients(), bucket, bucket // 2)
         summed = functools.partial(_sums, bucket=bucket, ranks=strategy.zero_ranks)
         sums = [item for item in moved if item.each]
         moved = [item for item in moved if not item.each]
         moved += [_gradients(item.axis, item.kind, summed(_in_layers([(size, count) for _, size, count in item.each]))) for item in sums if item.axis not in steps]
         for axis in (CP, EP):
             if getattr(strategy, axis) > 1 and axis not in steps and not any(item.axis == axis for item in sums):  # of weights alone
-                moved.append(_gradients(axis, "all_reduce", summed(gradients(axis))))
-        moved += [_gradients(axis, "reduce_scatter", _messages(gradients(axis, parts=True), bucket, bucket // 2)) for axis in steps]
+                moved.append(_gradients(axis, "all_reduce", summed(gradients([weight for weight in weights if _splits(axis, weight)]))))
+        for axis in steps:
+            tensors = gradients([weight for weight in weights if _splits(axis, weight)], parts_of=axis)
+            moved.append(_gradients(axis, "reduce_scatter", _messages(tensors, bucket, bucket // 2)))
         if strategy.dp > 1:
-            moved.append(_gradients(DP, "all_reduce", summed(gradients())))
+            moved.append(_gradients(DP, "all_reduce", summed(gradients(weights))))
         transient = min(gathered, (strategy.prefetch + 1) * bucket) if strategy.zero_stage == 3 else 0
         sizes_between = itertools.accumulate((getattr(strategy, axis) for axis in steps[:-1]), lambda total, size: total * size)
         transient += sum(transient // size for size in sizes_between)  # what one step gives and the next one gathers
-        return _Messages(moved=tuple(moved), scattered=scattered if steps else _Sent(), transient_bytes=transient + secondary, reordered_bytes=_reordered_bytes(weights, strategy))
+        return _Messages(
+            moved=tuple(moved),
+            scattered=_messages(gradients(split), bucket, bucket // 2),
+            transient_bytes=transient + secondary,
+            reordered_bytes=_reordered_bytes(weights, strategy),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

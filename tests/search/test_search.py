@@ -169,7 +169,7 @@ def test_what_is_left_out_is_slower(name, hardware):
 def test_bounds_spare_most_profiles():
     bounded, request = Search(large().joint, large().update, CPU), Request.parse("auto", 8)
     bounded._ranked(request, Refusals())
-    everything = {bounded._profile_key(strategy) for strategy in candidates(request, bounded.limits(), Refusals())}
+    everything = {bounded.profile_key(strategy) for strategy in candidates(request, bounded.limits(), Refusals())}
     assert len(bounded._profiles) <= len(everything) / 2 and len(everything) == 22
 
 
