@@ -9,7 +9,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from graphacc import collector
 from graphacc._compat.torch_ import without_function_modes
@@ -41,6 +42,8 @@ MARGIN = 0.08
 MODEL_PARALLEL = (TP, "sequence_parallel", CP, "context", EP)
 PROFILED = (*MODEL_PARALLEL, "precision", "reduce_dtype", "capacity_factor", "loss_chunks")
 """Fields that decide a profile, besides the local batch."""
+
+Made = TypeVar("Made", Profile, Estimate)
 
 
 class Evaluator:
@@ -116,19 +119,7 @@ class Evaluator:
         Raises:
             StrategyError: the passes refuse the strategy.
         """
-        key = self.profile_key(strategy)
-        if key not in self._profiles:
-            start = time.perf_counter()
-            try:
-                with without_function_modes():
-                    self._profiles[key] = self._profile(strategy)
-            except Exception as error:
-                self._profiles[key] = _reason_of(error)
-            self._spent("profiles", start)
-        profile = self._profiles[key]
-        if isinstance(profile, str):
-            raise StrategyError(profile)
-        return profile
+        return self._made_once(self._profiles, self.profile_key(strategy), lambda: self._profile(strategy), "profiles")
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """By arithmetic from a profile.
@@ -155,15 +146,19 @@ class Evaluator:
         Raises:
             StrategyError: the passes refuse the strategy.
         """
-        if strategy not in self._exact:
+        return self._made_once(self._exact, strategy, lambda: self._evaluate(strategy), "finalists")
+
+    def _made_once(self, known: dict[Any, Made | str], key: Hashable, make: Callable[[], Made], part: str) -> Made:
+        """What is kept under a key, or made now; where it was refused, a StrategyError with the reason."""
+        if key not in known:
             start = time.perf_counter()
             try:
                 with without_function_modes():
-                    self._exact[strategy] = self._evaluate(strategy)
+                    known[key] = make()
             except Exception as error:
-                self._exact[strategy] = _reason_of(error)
-            self._spent("finalists", start)
-        found = self._exact[strategy]
+                known[key] = _reason_of(error)
+            self._spent(part, start)
+        found = known[key]
         if isinstance(found, str):
             raise StrategyError(found)
         return found
