@@ -25,15 +25,21 @@ AddressState::AddressState(const gacc_address_problem& problem) {
   capacity_.assign(problem.capacity, problem.capacity + sections);
   load_.assign(sections, 0);
   crossing_.assign(sections + 1, 0);
+  crossing_rest_.assign(sections + 1, 0);
+  starts_.resize(sections + 1);
+  ends_.resize(sections + 1);
   for (int i = 0; i < n; ++i) {
-    items_.push_back({static_cast<int>(problem.first[i]), static_cast<int>(problem.last[i]), problem.size[i], problem.top[i],
-                      problem.fixed[i] >= 0});
+    items_.push_back({static_cast<int>(problem.first[i]), static_cast<int>(problem.last[i]), problem.size[i], problem.fixed[i] >= 0});
+    top_.push_back(problem.top[i]);
     lowest_.push_back(std::max<int64_t>(problem.fixed[i], 0));
     for (int s = first(i); s < last(i); ++s) {
       members_[s].push_back(i);
       load_[s] += items_[i].size;
       crossing_[s] += s > first(i);
+      crossing_rest_[s] += s > first(i) ? items_[i].size : 0;
     }
+    starts_[first(i)].push_back(i);
+    ends_[last(i)].push_back(i);
   }
   neighbours_.resize(n);
   obstacles_.resize(n);
@@ -44,6 +50,13 @@ AddressState::AddressState(const gacc_address_problem& problem) {
       if (items_[j].is_fixed) obstacles_[i].push_back(j);
     }
     std::sort(obstacles_[i].begin(), obstacles_[i].end(), [&](int x, int y) { return problem.fixed[x] < problem.fixed[y]; });
+  }
+  infers_windows_ = problem.window_first != nullptr;
+  windows_.resize(n);
+  for (int64_t k = 0; k < problem.num_windows; ++k) {
+    const int i = static_cast<int>(problem.window_first[k]), j = static_cast<int>(problem.window_second[k]);
+    windows_[i].push_back({j, problem.window_height[k]});
+    windows_[j].push_back({i, problem.window_height[k]});
   }
   rest_ = load_;
   floor_.assign(sections, 0);
@@ -58,6 +71,12 @@ bool AddressState::start() {
     if (!items_[i].is_fixed) lowest_[i] = above_fixed(i, 0);
   }
   for (int s = 0; s < num_sections(); ++s) touch(s);
+  for (int i = 0; i < num_items(); ++i) {
+    for (const Window& window : windows_[i]) {
+      if (!raise(window.other, lowest_[i] + items_[i].size - window.height)) return false;
+      if (!lower_top(window.other, top_[i] + window.height - items_[window.other].size)) return false;
+    }
+  }
   return infer();
 }
 
@@ -116,14 +135,15 @@ bool AddressState::can_be_held_up(int item) const {
 
 bool AddressState::place(int item) {
   const int64_t end = lowest_[item] + items_[item].size;
+  bool possible = (items_[item].is_fixed || lowest_[item] <= top_[item]) && lower_across(item);
   placed_[item] = 1;
   trail_.push_back({Kind::kPlaced, item, 0});
   for (int s = first(item); s < last(item); ++s) {
     rest_[s] -= items_[item].size;
     crossing_[s] -= s > first(item);
+    crossing_rest_[s] -= s > first(item) ? items_[item].size : 0;
     touch(s);
   }
-  bool possible = true;
   for (int j : neighbours_[item]) {
     if (placed_[j]) continue;
     if (deadline_[j] > lowest_[item]) {
@@ -132,6 +152,7 @@ bool AddressState::place(int item) {
     }
     possible = raise(j, end) && possible;
   }
+  possible = lower_top(item, lowest_[item]) && possible;
   return infer() && possible;
 }
 
@@ -164,14 +185,43 @@ int64_t AddressState::above_fixed(int item, int64_t offset) const {
 
 bool AddressState::raise(int item, int64_t offset) {
   if (offset <= lowest_[item]) return true;
-  if (items_[item].is_fixed) return false;
+  if (items_[item].is_fixed || placed_[item]) return false;
   offset = above_fixed(item, offset);
   trail_.push_back({Kind::kLowest, item, lowest_[item]});
   lowest_[item] = offset;
   for (int s = first(item); s < last(item); ++s) {
     if (item == first_of(leading_[s]) || item == second_of(leading_[s])) touch(s);
   }
-  return offset <= items_[item].top;
+  if (offset > top_[item]) return false;
+  for (const Window& window : windows_[item]) {
+    if (!raise(window.other, offset + items_[item].size - window.height)) return false;
+  }
+  return true;
+}
+
+// The item lies at most this high; so do those that share a window with it, by the height of the window.
+bool AddressState::lower_top(int item, int64_t offset) {
+  if (offset >= top_[item]) return true;
+  trail_.push_back({Kind::kTop, item, top_[item]});
+  top_[item] = offset;
+  if (lowest_[item] > offset) return false;
+  for (const Window& window : windows_[item]) {
+    if (!lower_top(window.other, offset + window.height - items_[window.other].size)) return false;
+  }
+  if (placed_[item]) return true;
+  for (int j : neighbours_[item]) {
+    if (!placed_[j] && !order(item, j)) return false;
+  }
+  return true;
+}
+
+// Of two unplaced items that live together one lies above the other: if only one of the two ways is left, it is taken.
+bool AddressState::order(int i, int j) {
+  const bool above = lowest_[j] + items_[j].size <= top_[i], below = lowest_[i] + items_[i].size <= top_[j];
+  if (above && below) return true;
+  if (!above && !below) return false;
+  if (!above) std::swap(i, j);
+  return raise(i, lowest_[j] + items_[j].size) && lower_top(j, top_[i] - items_[j].size);
 }
 
 void AddressState::touch(int section) {
@@ -222,12 +272,45 @@ bool AddressState::infer_section(int section) {
     failed_section_ = section;
     return false;
   }
-  if (second <= latest || second == kInfinity) return true;
   bool possible = true;
-  for (int i : members_[section]) {
-    if (!placed_[i] && i != first) possible = raise(i, lowest + items_[first].size) && possible;
+  if (second > latest && second != kInfinity) {
+    for (int i : members_[section]) {
+      if (!placed_[i] && i != first) possible = raise(i, lowest + items_[first].size) && possible;
+    }
   }
-  return possible;
+  return possible && infer_boundary(section) && infer_boundary(section + 1);
+}
+
+// The height that the unplaced items of both section - 1 and section leave to the others of either.
+int64_t AddressState::gaps(int section) const {
+  return std::max(capacity_[section - 1], capacity_[section]) - std::min(floor_[section - 1], floor_[section]) - crossing_rest_[section];
+}
+
+// The windows of unplaced items that end and start at a section, by what is known now.
+bool AddressState::infer_boundary(int section) {
+  if (!infers_windows_ || section <= 0 || section >= num_sections()) return true;
+  const int64_t height = gaps(section);
+  for (int i : ends_[section]) {
+    if (placed_[i]) continue;
+    for (int j : starts_[section]) {
+      if (placed_[j] || items_[i].size + items_[j].size <= height) continue;
+      if (!raise(i, lowest_[j] + items_[j].size - height) || !raise(j, lowest_[i] + items_[i].size - height)) return false;
+    }
+  }
+  return true;
+}
+
+// What shares a window with an item that is about to be placed lies at most so high above it.
+bool AddressState::lower_across(int item) {
+  for (int section : {first(item), last(item)}) {
+    if (!infers_windows_ || section <= 0 || section >= num_sections()) continue;
+    const int64_t height = gaps(section);
+    for (int j : section == first(item) ? ends_[section] : starts_[section]) {
+      if (placed_[j] || items_[item].size + items_[j].size <= height) continue;
+      if (!lower_top(j, lowest_[item] + height - items_[j].size)) return false;
+    }
+  }
+  return true;
 }
 
 void AddressState::undo(size_t mark) {
@@ -235,6 +318,7 @@ void AddressState::undo(size_t mark) {
     const Change& change = trail_.back();
     switch (change.kind) {
       case Kind::kLowest: lowest_[change.index] = change.before; break;
+      case Kind::kTop: top_[change.index] = change.before; break;
       case Kind::kDeadline: deadline_[change.index] = change.before; break;
       case Kind::kFloor: floor_[change.index] = change.before; break;
       case Kind::kLeading: leading_[change.index] = change.before; break;
@@ -243,6 +327,7 @@ void AddressState::undo(size_t mark) {
         for (int s = first(change.index); s < last(change.index); ++s) {
           rest_[s] += items_[change.index].size;
           crossing_[s] += s > first(change.index);
+          crossing_rest_[s] += s > first(change.index) ? items_[change.index].size : 0;
         }
     }
   }
@@ -250,20 +335,24 @@ void AddressState::undo(size_t mark) {
 
 void AddressState::save(Snapshot& snapshot) const {
   snapshot.lowest = lowest_;
+  snapshot.top = top_;
   snapshot.deadline = deadline_;
   snapshot.floor = floor_;
   snapshot.leading = leading_;
   snapshot.rest = rest_;
   snapshot.placed = placed_;
+  snapshot.crossing_rest = crossing_rest_;
 }
 
 void AddressState::restore(const Snapshot& snapshot) {
   lowest_ = snapshot.lowest;
+  top_ = snapshot.top;
   deadline_ = snapshot.deadline;
   floor_ = snapshot.floor;
   leading_ = snapshot.leading;
   rest_ = snapshot.rest;
   placed_ = snapshot.placed;
+  crossing_rest_ = snapshot.crossing_rest;
   trail_.clear();  // crossing_ is not restored: a beam does not decompose
 }
 

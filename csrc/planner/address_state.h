@@ -40,7 +40,7 @@ class AddressState {
 
   // What a beam keeps of a state.
   struct Snapshot {
-    std::vector<int64_t> lowest, deadline, floor, leading, rest;
+    std::vector<int64_t> lowest, top, deadline, floor, leading, rest, crossing_rest;
     std::vector<char> placed;
   };
   void save(Snapshot& snapshot) const;
@@ -56,10 +56,14 @@ class AddressState {
  private:
   struct Item {
     int first, last;
-    int64_t size, top;
+    int64_t size;
     bool is_fixed;
   };
-  enum class Kind : char { kLowest, kDeadline, kFloor, kLeading, kPlaced };
+  struct Window {
+    int other;
+    int64_t height;
+  };
+  enum class Kind : char { kLowest, kTop, kDeadline, kFloor, kLeading, kPlaced };
   struct Change {
     Kind kind;
     int index;
@@ -68,8 +72,13 @@ class AddressState {
 
   bool can_be_held_up(int item) const;
   bool raise(int item, int64_t offset);
+  bool lower_top(int item, int64_t offset);
+  bool order(int i, int j);
   bool infer();
   bool infer_section(int section);
+  bool infer_boundary(int section);
+  bool lower_across(int item);
+  int64_t gaps(int section) const;
   void touch(int section);
   int64_t above_fixed(int item, int64_t offset) const;
 
@@ -77,14 +86,19 @@ class AddressState {
   std::vector<std::vector<int>> members_;     // of a section
   std::vector<std::vector<int>> neighbours_;  // items that live at the same time
   std::vector<std::vector<int>> obstacles_;   // fixed neighbours, by offset
+  std::vector<std::vector<Window>> windows_;  // of an item
+  bool infers_windows_ = false;
   std::vector<int64_t> capacity_, load_;
 
   std::vector<int64_t> lowest_;    // no solution has the item lower; its offset once it is placed
+  std::vector<int64_t> top_;       // no solution has the item higher
   std::vector<int64_t> deadline_;  // -1, or: a neighbour must be placed below this offset to hold the skipped item up
   std::vector<int64_t> floor_;     // smallest lowest_ of the unplaced members
   std::vector<int64_t> leading_;   // the unplaced members with the smallest lowest_ and the second smallest, or -1; a section is read again only when these change
   std::vector<int64_t> rest_;      // total size of the unplaced members
   std::vector<int> crossing_;
+  std::vector<int64_t> crossing_rest_;           // total size of the unplaced items that live in section - 1 and in section
+  std::vector<std::vector<int>> starts_, ends_;  // the items that live in section and not in section - 1, and the other way round
   std::vector<char> placed_;
   std::vector<Change> trail_;
   std::vector<int> touched_;

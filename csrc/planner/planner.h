@@ -15,6 +15,10 @@ struct gacc_address_problem {
   const int64_t* fixed;     // the offset that the item must get; -1: free
   const int64_t* top;       // the largest offset that the item may get
   const int64_t* capacity;  // per section: the items of the section end at or below it
+  int64_t num_windows;
+  const int64_t* window_first;   // two items that do not live together; null: no windows are inferred in the search either
+  const int64_t* window_second;
+  const int64_t* window_height;  // in every solution the larger end of the two less the smaller offset is at most this
 };
 
 // Which item a search decides next, of those that nothing unplaced can lie below.

@@ -54,6 +54,21 @@ def filled_problem(rng: random.Random, *, time: int = 14, height: int = 16, max_
     return AddressProblem(buffers=tuple(buffers))
 
 
+def pinwheel_problem(rng: random.Random, *, num_buffers: int, side: int = 64) -> AddressProblem:
+    """A square cut into pinwheels of five pieces, which no straight cuts take apart, without waste: it fits `side`."""
+    pieces = [(0, side, 0, side)]
+    while len(pieces) < num_buffers:
+        left, right, low, high = widest = max(pieces, key=lambda piece: min(piece[1] - piece[0], piece[3] - piece[2]))
+        if min(right - left, high - low) < 3:
+            break
+        pieces.remove(widest)
+        a, b = sorted(rng.sample(range(left + 1, right), 2))
+        c, d = sorted(rng.sample(range(low + 1, high), 2))
+        pieces += [(left, b, low, c), (b, right, low, d), (a, right, d, high), (left, a, c, high), (a, b, c, d)]
+    rng.shuffle(pieces)
+    return AddressProblem(buffers=tuple(LiveBuffer(name=str(i), lower=p[0], upper=p[1], size=p[3] - p[2]) for i, p in enumerate(pieces)))
+
+
 def optimal_height(problem: AddressProblem) -> int:
     """The least height, by settling the free buffers in every order."""
     free = [i for i, b in enumerate(problem.buffers) if b.offset is None]

@@ -207,7 +207,7 @@ def test_every_kind_of_attempt_gets_its_share_of_the_time(monkeypatch):
 
     monkeypatch.setattr(portfolio, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(portfolio.native, "search", lambda *_, **__: attempt("search", 0.01))
-    monkeypatch.setattr(portfolio.native, "beam", lambda *_: attempt("beam", 0.03))
+    monkeypatch.setattr(portfolio.native, "beam", lambda *_, **__: attempt("beam", 0.03))
     monkeypatch.setattr(portfolio.cp_sat, "MAX_CELLS", 0)  # it has a clock of its own
     portfolio.decide(pack(cut_problem(random.Random(0), num_buffers=9)), 1024, deadline=time.monotonic() + 60, threads=1)
     assert made.count("search") / made.count("beam") == pytest.approx(3 * (portfolio.FEWEST_SHARE + 1), rel=0.05)

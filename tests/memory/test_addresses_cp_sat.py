@@ -14,9 +14,15 @@ from graphacc.passes.memory.addresses import cp_sat, portfolio, solve_addresses
 from graphacc.passes.memory.addresses.native import Outcome
 from graphacc.passes.memory.addresses.orders import static_orders
 from graphacc.passes.memory.addresses.packing import pack
+from graphacc.passes.memory.addresses.windows import windows_of
 from graphacc.passes.memory.validate import check_addresses
 
 FOREVER = 1 << 40
+
+
+def _attempts(packing, capacity):
+    top, ends = packing.limits(capacity)
+    return cp_sat.Attempts(packing, top, windows_of(packing, ends))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -25,7 +31,7 @@ def test_a_capacity_is_decided_as_by_exhaustive_search(seed):
     problem = random_problem(rng, num_buffers=rng.randint(2, 6), num_fixed=rng.choice((0, 0, 1)), alignment=rng.choice((1, 1, 4)))
     packing, height = pack(problem), optimal_height(problem)
     for capacity, expected in ((height, Outcome.FOUND), (height - 1, Outcome.IMPOSSIBLE)):
-        attempts = cp_sat.Attempts(packing, packing.limits(capacity)[0])
+        attempts = _attempts(packing, capacity)
         outcome, offsets = attempts.run(static_orders(packing)[0], FOREVER, time.monotonic() + 20)
         assert outcome is expected
         if offsets is not None:
@@ -35,7 +41,7 @@ def test_a_capacity_is_decided_as_by_exhaustive_search(seed):
 
 def hard(seed: int):
     packing = pack(cut_problem(random.Random(seed), num_buffers=700, height=1 << 20))
-    return packing, cp_sat.Attempts(packing, packing.limits(1 << 20)[0])
+    return packing, _attempts(packing, 1 << 20)
 
 
 def test_an_attempt_can_be_stopped_before_and_while_it_runs():

@@ -82,6 +82,20 @@ def _is_valid(packing, offsets, capacity):
     return True
 
 
+def test_an_item_that_fixed_ones_push_up_ends_within_the_capacity():
+    """Of items that are padded to the alignment each has an end of its own, below its section's."""
+    pushed = 0
+    for seed in range(500):
+        rng = random.Random(seed)
+        packing = pack(random_problem(rng, num_buffers=rng.randint(4, 10), num_fixed=3, alignment=4))
+        limits = packing.limits(packing.bound)
+        _, offsets, _ = native.search(packing, static_orders(packing)[seed % 6], limits, 2000, StopFlag(), rule=list(Rule)[seed % 4])
+        is_free = packing.fixed < 0
+        assert offsets is None or (offsets <= limits[0])[is_free].all()
+        pushed += offsets is None
+    assert pushed > 10
+
+
 @pytest.mark.parametrize("name", "ABCE")
 def test_where_few_fit_is_decided_first(name):
     """Four of MiniMalloc's instances: a thousand nodes are more than enough so, and too few from the lowest item on."""

@@ -14,6 +14,7 @@ four of the seven of MiniMalloc's instances in our tests take 160 to 420 nodes s
 - first: if only one unplaced buffer of a section has m_i <= C - R, it is the lowest, and the others lie above it.
 - support: a skipped b must be held up by an unplaced neighbour j with m_j < m_b + s_b; so m_b rises to the least m_j + s_j.
 - deadline: one of those neighbours must be placed below m_b + s_b, or b could have been pushed down.
+- windows: where what lives on across a time leaves little room, what ends there and what begins there lie close to each other (`windows`).
 - parts: where no unplaced buffer crosses a time, the two sides are solved one after the other; the rule RENEWED renews the tie order in each: buffers of
   the sections with the most left to place first.
 - failed: what is left of a part, with the same bounds and deadlines, is not searched again once it has failed.

@@ -15,6 +15,7 @@ import numpy as np
 
 from graphacc.passes.memory.addresses.native import Outcome
 from graphacc.passes.memory.addresses.packing import Packing
+from graphacc.passes.memory.addresses.windows import Windows
 
 MAX_CELLS = 60_000
 """Items times sections of a problem that is given to CP-SAT; a larger one is not propagated through once in a second."""
@@ -28,9 +29,9 @@ def num_cells(packing: Packing) -> int:
 class Attempts:
     """Attempts to decide one capacity, one after the other; `stop` ends them, from another thread."""
 
-    def __init__(self, packing: Packing, top: np.ndarray):
+    def __init__(self, packing: Packing, top: np.ndarray, windows: Windows):
         """`top`: the largest offset of each item, in units."""
-        self._packing, self._top = packing, top
+        self._packing, self._top, self._windows = packing, top, windows
         self._solver: Any = None  # that is running
         self._stopped = False
 
@@ -61,6 +62,8 @@ class Attempts:
         for section in range(packing.num_sections):
             inside = np.flatnonzero((packing.first <= section) & (packing.last > section))
             model.add_no_overlap([intervals[i] for i in inside])
+        for i, j, height in zip(self._windows.first.tolist(), self._windows.second.tolist(), self._windows.height.tolist(), strict=True):
+            model.add_linear_constraint(offsets[j] - offsets[i], size[i] - height, height - size[j])
         chosen = [offsets[i] for i in order if fixed[i] < 0]
         model.add_decision_strategy(chosen, cp_model.CHOOSE_LOWEST_MIN, cp_model.SELECT_MIN_VALUE)
         solver = cp_model.CpSolver()

@@ -11,6 +11,7 @@ import numpy as np
 
 from graphacc.kernels import library
 from graphacc.passes.memory.addresses.packing import Packing
+from graphacc.passes.memory.addresses.windows import Windows
 
 _ARRAY = ctypes.POINTER(ctypes.c_int64)
 
@@ -69,6 +70,10 @@ class _Problem(ctypes.Structure):
         ("fixed", _ARRAY),
         ("top", _ARRAY),
         ("capacity", _ARRAY),
+        ("num_windows", ctypes.c_int64),
+        ("window_first", _ARRAY),
+        ("window_second", _ARRAY),
+        ("window_height", _ARRAY),
     ]
 
 
@@ -79,13 +84,17 @@ class _Result(ctypes.Structure):
 class _Call:
     """A packing in a given order, as the C functions take it. Keeps the arrays alive."""
 
-    def __init__(self, packing: Packing, order: np.ndarray, top: np.ndarray, capacity: np.ndarray):
+    def __init__(self, packing: Packing, order: np.ndarray, top: np.ndarray, capacity: np.ndarray, windows: Windows | None = None):
         self.order = order
         per_item = (packing.first, packing.last, packing.size, packing.fixed, top)
         self.arrays = [np.ascontiguousarray(a[order], np.int64) for a in per_item]
         self.arrays.append(np.ascontiguousarray(capacity, np.int64))
+        if windows is not None:
+            rank = np.empty_like(order)
+            rank[order] = np.arange(len(order))
+            self.arrays += [np.ascontiguousarray(a, np.int64) for a in (rank[windows.first], rank[windows.second], windows.height)]
         pointers = [a.ctypes.data_as(_ARRAY) for a in self.arrays]
-        self.problem = ctypes.byref(_Problem(len(packing), packing.num_sections, *pointers))
+        self.problem = ctypes.byref(_Problem(len(packing), packing.num_sections, *pointers[:6], 0 if windows is None else len(windows), *pointers[6:]))
         self.offsets = np.zeros(len(packing), np.int64)
         self.out = self.offsets.ctypes.data_as(_ARRAY)
         self.result = _Result()
@@ -121,20 +130,24 @@ def _place(function: str, packing: Packing, order: np.ndarray) -> np.ndarray:
 
 
 def search(
-    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag, *, rule: Rule = Rule.LOWEST
+    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], max_nodes: int, stop: StopFlag, *, rule: Rule = Rule.LOWEST, windows: Windows | None = None
 ) -> tuple[Outcome, np.ndarray | None, int]:
-    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes."""
-    call = _Call(packing, order, *limits)
+    """Depth-first search for offsets within the limits; see `Packing.limits`. Returns outcome, offsets, number of nodes.
+
+    Args:
+        windows: of the packing under these limits; None: none are known, nor inferred on the way.
+    """
+    call = _Call(packing, order, *limits, windows)
     args = (ctypes.c_int64(max_nodes), ctypes.c_int32(rule), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
     library.call("gacc_address_search", call.problem, *args)
     return call.outcome()
 
 
 def beam(
-    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], width: int, bias: float, stop: StopFlag
+    packing: Packing, order: np.ndarray, limits: tuple[np.ndarray, np.ndarray], width: int, bias: float, stop: StopFlag, *, windows: Windows | None = None
 ) -> tuple[Outcome, np.ndarray | None, int]:
     """Beam search of a width; `bias` > 0 evens out how much the waste of tight and of loose sections counts."""
-    call = _Call(packing, order, *limits)
+    call = _Call(packing, order, *limits, windows)
     args = (ctypes.c_int64(width), ctypes.c_double(bias), ctypes.byref(stop.value), call.out, ctypes.byref(call.result))
     library.call("gacc_address_beam", call.problem, *args)
     return call.outcome()

@@ -21,6 +21,7 @@ from graphacc.passes.memory.addresses import cp_sat, native
 from graphacc.passes.memory.addresses.native import Outcome, Rule, StopFlag
 from graphacc.passes.memory.addresses.orders import perturbed, static_orders
 from graphacc.passes.memory.addresses.packing import Packing
+from graphacc.passes.memory.addresses.windows import Windows, windows_of
 
 LUBY_NODES = {Rule.LOWEST: 5_000, Rule.RENEWED: 5_000, Rule.FEWEST: 1_000, Rule.FAILING: 1_000}
 FEWEST_SHARE = 8  # of the time, against 1 for the other searches, 1 for beams and 2 for CP-SAT; half of it for the bound where that is below the capacity
@@ -41,21 +42,34 @@ class Decision:
     offsets: np.ndarray | None = None  # units
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Aim:
+    """A height to be reached."""
+
+    limits: tuple[np.ndarray, np.ndarray]
+    windows: Windows
+
+    @classmethod
+    def of(cls, packing: Packing, capacity: int) -> "_Aim":
+        limits = packing.limits(capacity)
+        return cls(limits=limits, windows=windows_of(packing, limits[1]))
+
+
 class _Race:
     """What the threads of one decision share."""
 
     def __init__(self, packing: Packing, capacity: int, seed: int, deadline: float, stop: StopFlag):
-        self.packing, self.limits, self.deadline, self.stop = packing, packing.limits(capacity), deadline, stop
-        self.tight_limits = packing.limits(packing.bound) if packing.bound < capacity else None  # None, too, once nothing fits them
+        self.packing, self.aim, self.deadline, self.stop = packing, _Aim.of(packing, capacity), deadline, stop
+        self.tight_aim = _Aim.of(packing, packing.bound) if packing.bound < capacity else None  # None, too, once nothing fits it
         self.lock = threading.Lock()
         orders = static_orders(packing)
-        aims = (False,) if self.tight_limits is None else (False, True)
+        aims = (False,) if self.tight_aim is None else (False, True)
         self.kinds = [
             *(_Kind(self._searches((Rule.FEWEST, Rule.FAILING), orders, random.Random(seed + tight), tight), share=FEWEST_SHARE // len(aims)) for tight in aims),
             _Kind(self._searches((Rule.RENEWED, Rule.LOWEST), orders, random.Random(seed))),
             _Kind(self._beams(orders, random.Random(seed))),
         ]
-        self.program = cp_sat.Attempts(packing, self.limits[0])
+        self.program = cp_sat.Attempts(packing, self.aim.limits[0], self.aim.windows)
         if cp_sat.num_cells(packing) <= cp_sat.MAX_CELLS:
             self.kinds.append(_Kind(self._programs(orders, random.Random(seed)), share=2, after=CP_SAT_AFTER))
         self.decision = Decision(outcome=Outcome.STOPPED)
@@ -111,10 +125,11 @@ class _Race:
 
     def _search(self, order: np.ndarray, max_nodes: int, rule: Rule, is_tight: bool) -> Callable:
         def attempt():
-            tight = self.tight_limits if is_tight else None
-            outcome, offsets, _ = native.search(self.packing, order, tight or self.limits, max_nodes, self.stop, rule=rule)
+            tight = self.tight_aim if is_tight else None
+            aim = tight or self.aim
+            outcome, offsets, _ = native.search(self.packing, order, aim.limits, max_nodes, self.stop, rule=rule, windows=aim.windows)
             if tight is not None and outcome is Outcome.IMPOSSIBLE:
-                self.tight_limits = None
+                self.tight_aim = None
                 return Outcome.STOPPED, None
             return outcome, offsets
 
@@ -122,7 +137,7 @@ class _Race:
 
     def _beam(self, order: np.ndarray, width: int, bias: float) -> Callable:
         def attempt():
-            outcome, offsets, _ = native.beam(self.packing, order, self.limits, width, bias, self.stop)
+            outcome, offsets, _ = native.beam(self.packing, order, self.aim.limits, width, bias, self.stop, windows=self.aim.windows)
             return (outcome, offsets) if outcome is Outcome.FOUND else (Outcome.STOPPED, None)
 
         return attempt
