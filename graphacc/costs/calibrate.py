@@ -62,7 +62,7 @@ class Calibration:
         """A row for each measurement: what it took, and what the constants say."""
         lines = [f"{'what':16}{'dtype':7}{'m, k, n or ranks':20}{'MB':>9}{'measured us':>14}{'predicted us':>14}{'ratio':>8}"]
         for item in self.measurements:
-            shape = "x".join(map(str, item.dims)) if item.dims else str(item.num_ranks) if item.kind in COLLECTIVES else ""
+            shape = "x".join(map(str, item.dims)) if item.dims else str(item.num_ranks) if item.kind in (*COLLECTIVES, "lateness") else ""
             predicted = predict(item, self.hardware)
             lines.append(
                 f"{item.kind:16}{item.dtype:7}{shape:20}{item.size_bytes / 1e6:9.3f}{1e6 * item.seconds:14.1f}{1e6 * predicted:14.1f}{predicted / item.seconds:8.2f}"
@@ -176,7 +176,10 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     collectives = [item for item in measurements if item.kind in COLLECTIVES]
     if collectives:
         hardware = _with_links(hardware, collectives, num_devices, PRESETS[name].levels[0].name if name else "link")
-    errors = [abs(predict(item, hardware) / item.seconds - 1) for item in measurements]
+    for item in measurements:
+        if item.kind == "lateness" and (unit := hardware.replace(lateness=1.0).late_seconds(item.num_ranks, item.computing_seconds)) > 0:
+            hardware = hardware.replace(lateness=max(0.0, item.seconds / unit))
+    errors = [abs(predict(item, hardware) / item.seconds - 1) for item in measurements if item.kind != "lateness"]  # a difference of two, which may be nothing
     return hardware.replace(error=math.ceil(100 * float(np.percentile(errors, 90))) / 100)
 
 
@@ -204,6 +207,8 @@ def predict(item: Measurement, hardware: Hardware) -> float:
     """What the hardware's constants say that a measured time should be."""
     if item.kind in COLLECTIVES:
         return float(collective_seconds(item.kind, item.size_bytes, hardware, (item.num_ranks,)))
+    if item.kind == "lateness":
+        return hardware.late_seconds(item.num_ranks, item.computing_seconds)
     if item.kind == "launch":
         return hardware.chip.launch_seconds
     flops = 2.0 * math.prod(item.dims) if item.dims else 0.0

@@ -138,6 +138,7 @@ class Hardware:
     collective_meetings: tuple[tuple[str, float], ...] = ()  # (collective, its `meeting_seconds`); those of all if left out
     reserve_bytes: int = 0  # of each device's memory, for what no program sees: context, communication buffers, fragmentation
     shared_cores: int = 0  # 0: every device has its own
+    lateness: float = 0.0  # of what devices that share cores compute between two collectives: the share by which the last rank comes later, for each rank beyond the cores
     host_link: float = 0.0  # bytes/s of each device to the memory of its host, and as many back, while all devices send; 0: not known
     host_stream: float = 0.0  # bytes/s that the host's cores read and write in memory for each device, while they do for all; 0: not known
     source: str  # where the constants come from
@@ -152,7 +153,7 @@ class Hardware:
         if not _is_shares(self.collective_meetings, least=0.0):
             raise StrategyError(f"collective_meetings={self.collective_meetings!r} must be pairs (collective, seconds of at least 0)")
         object.__setattr__(self, "collective_meetings", tuple(map(tuple, self.collective_meetings)))
-        for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "host_link", "host_stream", "error"):
+        for field in ("meeting_seconds", "reserve_bytes", "shared_cores", "lateness", "host_link", "host_stream", "error"):
             _check(self, field, "a number of at least 0", lambda x: x >= 0)
         if self.reserve_bytes >= self.chip.memory_bytes:
             raise StrategyError(f"reserve_bytes={self.reserve_bytes:,} leaves nothing of memory_bytes={self.chip.memory_bytes:,} of chip {self.chip.name!r}: lower it")
@@ -165,6 +166,10 @@ class Hardware:
     def num_hosts(self) -> int:
         """Units of the innermost level (hosts; slices of TPUs), each of which is joined to the others by a network."""
         return math.prod(level.size for level in self.levels[1:])
+
+    def late_seconds(self, num_ranks: int, computing_seconds: float) -> float:
+        """How long a collective of so many ranks waits for the last of them, which have computed since the one before it; those of other groups use the cores meanwhile."""
+        return self.lateness * max(0, num_ranks - self.shared_cores) * computing_seconds
 
     @property
     def usable_bytes(self) -> int:

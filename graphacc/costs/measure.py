@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,19 +26,22 @@ _CHAIN = 4  # products, one after the other
 _STREAMS = 8  # element-wise kernels, one after the other
 _LAUNCHES = 64
 _EXCHANGES = 4  # collectives, one after the other
+_ROWS = {"short": 64, "long": 256}  # of the products between them
+_LATE = 2**14  # bytes of the collectives by which lateness is measured
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One time, the shortest of several."""
+    """One time, the shortest of several; of "lateness" the usual one."""
 
-    kind: str  # "product", "stream", "launch", or a collective
+    kind: str  # "product", "stream", "launch", "lateness" (what a collective takes more behind long products than behind short ones), or a collective
     seconds: float
     dtype: str = "fp32"
     dims: tuple[int, int, int] | None = None  # (m, k, n) of a product
     size_bytes: int = 0  # read and written; of a collective as in `collective_seconds`
     num_ranks: int = 1  # of a collective's groups
+    computing_seconds: float = 0.0  # of "lateness": the products between two collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +76,11 @@ def _chain_of_products(collective: Callable) -> Callable:
 
 
 class _Timed:
-    """A program of all devices, and the shortest time of a run."""
+    """A program of all devices, and the times of its runs."""
 
     def __init__(self, run: Callable, arrays: tuple[jax.Array, ...]):
-        self._run, self._arrays, self._best = run, arrays, float("inf")
+        self._run, self._arrays = run, arrays
+        self._rounds: list[float] = []
         self._start()
         start = time.perf_counter()
         self._start()
@@ -89,11 +94,20 @@ class _Timed:
         for _ in range(self._count):
             result = self._run(*self._arrays)
         jax.block_until_ready(result)
-        self._best = min(self._best, (time.perf_counter() - start) / self._count)
+        self._rounds.append((time.perf_counter() - start) / self._count)
 
     def seconds(self, dispatch: float) -> float:
-        """Of one run, without what a program of no work takes."""
-        return max(self._best - dispatch, self._best / 10)
+        """Of the shortest run, without what a program of no work takes."""
+        best = min(self._rounds)
+        return max(best - dispatch, best / 10)
+
+    def usual_seconds(self) -> float:
+        """The median."""
+        return statistics.median(self._rounds)
+
+    def usual_seconds_more(self, other: "_Timed") -> float:
+        """How much longer than the other's run of the same round: ranks are late in some runs only, and the machine's speed is not that of another round."""
+        return statistics.median(mine - theirs for mine, theirs in zip(self._rounds, other._rounds, strict=True))
 
 
 class _Bench:
@@ -108,7 +122,7 @@ class _Bench:
 
     def run(self) -> list[Measurement]:
         found = [self._product(*dims, dtype) for dtype in _DTYPES for dims in self.sizes.products]
-        found += [*map(self._stream, self.sizes.streams), self._launch(), *self._collectives()]
+        found += [*map(self._stream, self.sizes.streams), self._launch(), *self._collectives(), *self._latenesses()]
         for _ in range(self.sizes.rounds):
             for program in self._programs:
                 program.round()
@@ -183,14 +197,30 @@ class _Bench:
                     found.append(functools.partial(self._exchange, kind, timed, without[length], 4 * count, num_ranks))
         return found
 
+    def _latenesses(self) -> list[Callable[[], Measurement]]:
+        """Of ranks that share cores: how much longer the same collective takes where more was computed before it."""
+        if self.num_devices == 1 or self.mesh.devices.flat[0].platform != "cpu":
+            return []
+        programs = {}
+        for length, rows in _ROWS.items():
+            operands = self._operands(_LATE // 4, rows)
+            programs[length] = self._timed(_chain_of_products(lambda x: x), *operands), self._timed(_chain_of_products(lambda x: lax.psum(x, _ALL)), *operands)
+
+        def measured() -> Measurement:
+            waits = {length: with_sums.usual_seconds_more(alone) / _EXCHANGES for length, (alone, with_sums) in programs.items()}
+            computing = (programs["long"][0].usual_seconds() - programs["short"][0].usual_seconds()) / _EXCHANGES
+            return Measurement(kind="lateness", seconds=waits["long"] - waits["short"], num_ranks=self.num_devices, computing_seconds=computing)
+
+        return [measured]
+
     def _exchange(self, kind: str, timed: _Timed, without: _Timed, size: int, num_ranks: int) -> Measurement:
         products = self._seconds(without)
         seconds = max(self._seconds(timed) - products, products / 100) / _EXCHANGES
         return Measurement(kind=kind, seconds=seconds, size_bytes=size, num_ranks=num_ranks)
 
-    def _operands(self, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _operands(self, length: int, rows: int = _ROWS["short"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         width = 256
-        return self._array((length,)), self._array((64, width)), self._array((width, width))
+        return self._array((length,)), self._array((rows, width)), self._array((width, width))
 
     def _to_the_next(self, x: jax.Array, axes) -> jax.Array:
         """Every rank's array to the next rank of its group, as around a ring."""

@@ -94,7 +94,8 @@ def collective_counts(kind: str, group: tuple[int, ...], *, shared_memory: bool 
     An all-reduce receives twice what a gather does; its steps are those of a tree up and down, which NCCL takes where latency matters.
 
     Args:
-        shared_memory: of virtual devices, which copy their own part too: all of `size_bytes`, not (n - 1) / n.
+        shared_memory: of virtual devices, which copy their own part too: all of `size_bytes`, not (n - 1) / n. All ranks of a group meet there,
+            also those that pass something to the next one alone.
     """
     if kind not in COLLECTIVES:
         raise StrategyError(f"collective {kind!r} is unknown: choose one of {', '.join(COLLECTIVES)}")
@@ -104,7 +105,7 @@ def collective_counts(kind: str, group: tuple[int, ...], *, shared_memory: bool 
     for within in group:
         units = within / below  # of the level below that the group spans, in a unit of this one
         crosses = within > below
-        if kind == "permute":
+        if kind == "permute" and not shared_memory:
             counts.append((0.0 if within < num_ranks or not crosses else 1.0, float(crosses)))
         elif kind == "all_to_all":
             share = received if shared_memory else (within - below) / num_ranks

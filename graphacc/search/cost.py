@@ -141,11 +141,11 @@ def _held(step: StepGraph) -> list[torch.fx.Node]:
 
 def move_seconds(moved: Moved, mesh: Mapping[str, int], hardware: Hardware) -> float:
     """Time of these collectives, one after the other."""
-    latency, per_byte = collective_terms(moved.kind, hardware, _group(moved.axis, mesh, hardware))
+    latency, per_byte = collective_terms(moved.kind, hardware, group_of(moved.axis, mesh, hardware))
     return moved.number * latency + moved.size_bytes * per_byte
 
 
-def _group(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int, ...]:
+def group_of(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[int, ...]:
     """The group of an axis, or of the part of one: "fsdp/4" are 4 neighbours of fsdp, "fsdp%4" every fourth rank."""
     for sign in "/%":
         whole, found, inner = axis.partition(sign)

@@ -25,7 +25,7 @@ from graphacc.graph import Phase
 from graphacc.passes.communication.buckets import MAX_BYTES, SHARE, SMALL_BYTES
 from graphacc.passes.partition.plan import Role
 from graphacc.passes.partition.zero import split_before
-from graphacc.search.cost import GraphCost, Moved, Weight, move_seconds
+from graphacc.search.cost import GraphCost, Moved, Weight, group_of, move_seconds
 from graphacc.strategy.axes import CP, DP, EP, FSDP, GRADIENT_AXES, TP, ZERO_AXES
 from graphacc.strategy.spec import Strategy
 
@@ -331,7 +331,7 @@ class Profile:
             moved=tuple(moved),
             scattered=_messages(gradients(split), bucket, bucket // 2),
             transient_bytes=transient + secondary,
-            reordered_bytes=_reordered_bytes(weights, strategy),
+            reordered_bytes=_reordered_bytes(weights, strategy, bucket),
         )
 
 
@@ -407,6 +407,8 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:
             exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
+    for (phase, axis), late in _lateness(seconds, moved, strategy, hardware).items():
+        exposed[phase, axis] = exposed.get((phase, axis), 0.0) + late
     hidden = 0.0
     for phase, by_axis in hideable.items():
         total = sum(by_axis.values())
@@ -418,8 +420,24 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
     return Timed(compute=seconds, exposed=exposed, hidden=hidden)
 
 
-def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phase, int]:
-    """Read and written by copies around gathers and scatters of what is split along another dim than the first: ranks' blocks are interleaved there."""
+def _lateness(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Strategy, hardware: Hardware) -> dict[tuple[Phase, str], float]:
+    """(phase, mesh axis) -> what its messages wait for ranks that share cores, between two of which each computes a part of the phase."""
+    found: dict[tuple[Phase, str], float] = {}
+    for phase in seconds if hardware.lateness else ():
+        sent = [(item.axis.partition("/")[0].partition("%")[0], item) for item in moved if item.phase is phase]
+        between = seconds[phase] / max(1.0, sum(item.number for _, item in sent))
+        for axis, item in sent:
+            ranks = group_of(item.axis, strategy.mesh, hardware)[-1]
+            found[phase, axis] = found.get((phase, axis), 0.0) + item.number * hardware.late_seconds(ranks, between)
+    return found
+
+
+def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy, bucket: int) -> dict[Phase, int]:
+    """Read and written by copies around gathers and scatters.
+
+    Of what is split along another dim than the first ranks' blocks are interleaved. Of two steps what the first one gathers is taken apart and put
+    together for the second, and what it scatters is put together, unless it is a message by itself.
+    """
     found: dict[Phase, int] = dict.fromkeys(Phase, 0)
     for weight in weights if strategy.zero_stage else ():
         axes = [axis for axis in _zero_steps(strategy) if _splits(axis, weight)]
@@ -432,13 +450,13 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy) -> dict[Phas
         split = split_before(weight.shape, getattr(strategy, axes[0]), math.prod(getattr(strategy, axis) for axis in axes[1:])) if axes else None
         if split is None:
             continue
-        copied = sum(1 / _parts(weight, axis, strategy) for axis in axes[1:])  # what one step gives is put together for the next one
-        if split.dim:
-            copied += 1
+        between = [_parts(weight, axis, strategy) for axis in axes[1:]]
         if strategy.zero_stage == 3:
+            copied = (split.dim > 0) + sum(2 / parts for parts in between if weight.travels_bytes <= bucket // 2)
             found[Phase.FORWARD] += round(2 * copied * travels)
             found[Phase.BACKWARD] += round(2 * copied * travels * (weight.gathers > 1))
         if weight.trained:
+            copied = (split.dim > 0) + sum(1 / parts for parts in between if gradient <= weight.count * parts * (bucket // 2))
             strided = (travels + gradient) * weight.gradient_is_strided if split.dim else 0
             found[Phase.BACKWARD] += round(2 * copied * gradient) + strided
     return found

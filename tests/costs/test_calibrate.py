@@ -60,6 +60,22 @@ def test_constants_are_found_again():
     assert found.error <= 0.01
 
 
+@pytest.mark.parametrize(("seconds", "lateness"), [(3e-4, 0.05), (-1e-4, 0.0)], ids=["late", "in time"])
+def test_ranks_that_share_cores_come_late_by_what_was_measured(seconds, lateness):
+    """Eight ranks on two cores wait 0.3 ms longer behind 1 ms of products more; six of them come behind those that the cores run first."""
+    measured = [Measurement(kind=kind, seconds=1e-4, dtype=dtype, dims=(256, 256, 256)) for kind in ("product",) for dtype in ("fp32", "bf16")]
+    measured += [Measurement(kind="stream", seconds=1e-3, size_bytes=2**20), Measurement(kind="launch", seconds=1e-6)]
+    measured += [Measurement(kind=kind, seconds=1e-4 * ranks + size * 1e-9, size_bytes=size, num_ranks=ranks) for kind in KINDS for size in (2**14, 2**22) for ranks in (2, 8)]
+    late = Measurement(kind="lateness", seconds=seconds, num_ranks=8, computing_seconds=1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphacc.costs.calibrate.cores", lambda: 2)
+        found = fit([*measured, late], "cpu", 8)
+    assert found.lateness == pytest.approx(lateness)
+    assert found.late_seconds(8, 1e-3) == pytest.approx(max(0.0, seconds)) and found.late_seconds(2, 1e-3) == 0.0
+    assert found.error == fit(measured, "cpu", 8).error, "a difference of two times is not one that a prediction is held to"
+    assert Hardware.from_json(found.to_json()) == found
+
+
 @pytest.mark.parametrize("sizes, found", [((64, 256, 8192), {256: 0.5, 8192: 1.0}), ((64,), {64: 1.0})], ids=["among others", "nothing else"])
 def test_a_product_that_memory_bounds_says_nothing_of_the_arithmetic(sizes, found):
     """Its rate would be taken for the arithmetic's, and its bytes be counted again; unless there is nothing else to take the peak from."""
@@ -77,9 +93,11 @@ def test_four_virtual_devices_are_measured(measured):
     hardware = measured.hardware
     assert str(hardware) == "cpu:4" and hardware.shared_cores >= 1 and hardware.error > 0
     assert "graphacc calibrate on 4 x cpu, jax" in hardware.source and "measurements" in hardware.error_source
-    assert {item.kind for item in measured.measurements} == {"product", "stream", "launch", *KINDS}
+    assert {item.kind for item in measured.measurements} == {"product", "stream", "launch", "lateness", *KINDS}
     assert {item.num_ranks for item in measured.measurements if item.kind in KINDS} == {2, 4}
-    assert all(item.seconds > 0 for item in measured.measurements)
+    assert all(item.seconds > 0 for item in measured.measurements if item.kind != "lateness")
+    (late,) = [item for item in measured.measurements if item.kind == "lateness"]
+    assert late.num_ranks == 4 and late.computing_seconds > 0 and hardware.lateness == max(0.0, late.seconds / (4 - hardware.shared_cores) / late.computing_seconds)
     assert 1e8 < hardware.chip.fp32_flops < 1e13 and 1e8 < hardware.chip.memory_bandwidth < 1e12
     assert len(measured.table().splitlines()) == 1 + len(measured.measurements)
 

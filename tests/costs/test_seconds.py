@@ -114,6 +114,8 @@ def test_virtual_devices_copy_their_own_part_too():
         for ranks in (2, 4):
             seconds = collective_seconds(kind, np.array([0.0, 1e9]), shared, (ranks,))
             assert seconds[1] - seconds[0] == pytest.approx(share * 1e9 / 100e9)
+    alone, all_together = (collective_seconds("permute", 0.0, shared, (ranks,)) for ranks in (2, 4))
+    assert all_together - alone == pytest.approx(2 * INSIDE.latency_seconds), "all ranks of a group meet, though each has one neighbour"
 
 
 def test_a_kind_of_collective_may_reach_another_share_of_the_links():

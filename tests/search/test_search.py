@@ -46,7 +46,7 @@ def strategies_of(search: Search, request: Request) -> list[Strategy]:
     return found
 
 
-STRATEGIES = ["dp=8", "fsdp=8", "fsdp=8,zero=1", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=4,tp=2,sequence_parallel=True", "dp=4,cp=2", "fsdp=2,cp=4", "dp=2,cp=4,zero=1", "fsdp=2,tp=2,cp=2,context=ring"]
+STRATEGIES = ["dp=8", "fsdp=8", "fsdp=8,zero=1", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=4,tp=2,sequence_parallel=True", "dp=4,cp=2", "fsdp=4,cp=2", "fsdp=2,cp=4", "dp=2,cp=4,zero=1", "fsdp=2,tp=2,cp=2,context=ring"]
 
 
 @functools.cache
@@ -132,6 +132,23 @@ def test_estimates_of_mixtures(name, hardware, strategy):
     messages = 4e-4 if hardware == "cpu:8" else 2e-5  # of models so small that these are all that there is: one more or less in each phase
     for axis in ("ep", "cp", "tp"):
         assert composed.exposed_seconds.get(axis, 0.0) == pytest.approx(exact.exposed_seconds.get(axis, 0.0), rel=0.01, abs=messages)
+
+
+def test_messages_of_more_ranks_than_cores_wait_for_the_last():
+    """A tenth of what is computed between two of them, for each rank beyond the cores; groups of as many as there are cores do not wait."""
+    late = Search(large().joint, large().update, CPU.replace(shared_cores=2, lateness=0.1))
+    without = Search(large().joint, large().update, CPU.replace(shared_cores=2))
+    for text, axis, ranks in (("fsdp=8", "fsdp", 8), ("fsdp=4,tp=2", "fsdp", 4), ("dp=4,tp=2", "tp", 2)):
+        strategy = Strategy.parse(text)
+        found, usual = late.evaluate(strategy), without.evaluate(strategy)
+        more = {name: found.exposed_seconds[name] - usual.exposed_seconds[name] for name in usual.exposed_seconds}
+        assert found.compute_seconds == usual.compute_seconds
+        if ranks == 2:
+            assert more[axis] == 0.0
+        elif len(more) == 1:  # every message is one of these
+            assert more[axis] == pytest.approx(0.1 * (ranks - 2) * usual.compute_seconds)
+        else:
+            assert 0 < more[axis] < 0.1 * (ranks - 2) * usual.compute_seconds
 
 
 @pytest.mark.matrix
