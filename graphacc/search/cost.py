@@ -38,7 +38,7 @@ class Moved:
 
     def times(self, factor: float, larger: float = 1.0) -> "Moved":
         """So many times as many of them, each so many times as large."""
-        return dataclasses.replace(self, number=factor * self.number, size_bytes=factor * larger * self.size_bytes, by_path={}, each=())
+        return Moved(axis=self.axis, kind=self.kind, role=self.role, phase=self.phase, number=factor * self.number, size_bytes=factor * larger * self.size_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,11 @@ def _held(step: StepGraph) -> list[torch.fx.Node]:
 
 def move_seconds(moved: Moved, mesh: Mapping[str, int], hardware: Hardware) -> float:
     """Time of these collectives, one after the other."""
-    latency, per_byte = collective_terms(moved.kind, hardware, group_of(moved.axis, mesh, hardware))
+    key = moved.kind, moved.axis, *mesh.items()
+    terms = hardware.known_terms.get(key)
+    if terms is None:
+        terms = hardware.known_terms[key] = collective_terms(moved.kind, hardware, group_of(moved.axis, mesh, hardware))
+    latency, per_byte = terms
     return moved.number * latency + moved.size_bytes * per_byte
 
 

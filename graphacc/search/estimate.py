@@ -161,7 +161,8 @@ class Profile:
         Not in it: what the data axes may divide or hide, and what moves weights and gradients over a model axis, which shrinks with the weights that another axis splits.
         """
         once = self.cost.seconds[Phase.FORWARD] + self.cost.seconds[Phase.BACKWARD] - _stream_seconds(self._totals["casts"].all_bytes, hardware)
-        return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, strategy.mesh, hardware) for item in self._waited_for))
+        mesh = strategy.mesh
+        return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, mesh, hardware) for item in self._waited_for))
 
     def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> float:
         """Seconds below which a strategy does not fall whose model axes are multiples of those of `here`, of which this is the profile.
@@ -396,13 +397,13 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
         sums_once: as of `Profile.estimate`.
         count: microbatches, each of which runs forward and backward, and, unless `sums_once`, reduces its gradients.
     """
-    seconds = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    seconds, mesh = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}, strategy.mesh
     exposed: dict[tuple[Phase, str], float] = {}
     hideable: dict[Phase, dict[str, float]] = {phase: {} for phase in seconds}
     for item in moved:
         axis = item.axis.partition("/")[0].partition("%")[0]
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
-        time = move_seconds(item, strategy.mesh, hardware) * (1 if once else count)
+        time = move_seconds(item, mesh, hardware) * (1 if once else count)
         if (axis in GRADIENT_AXES or item.role in _HIDE) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:

@@ -28,6 +28,7 @@ class Emitter:
         self.axis = axis
         self.num_ranks = num_ranks
         self.graph = new_graph()
+        self._names: set[str] = set()  # of its nodes: where one is taken, fx tries all numbers from 1 on, and counts on by itself where it is given none
         self.node: torch.fx.Node = None  # of the unpartitioned graph; set by who writes
         self.collectives: list[Collective] = []  # in the order in which they are written
         self._mode = fake_mode()
@@ -59,7 +60,8 @@ class Emitter:
         same = before and all(x.meta["val"] is y.meta["val"] for x, y in zip(after, before))
         if not same or not self._owns(self.node.meta["val"]):
             return self.call(self.node.target, *args, **kwargs)
-        new = self.graph.create_node("call_function", self.node.target, args, kwargs, name=self.node.name)
+        name = None if self.node.name in self._names else self.node.name
+        new = self.graph.create_node("call_function", self.node.target, args, kwargs, name=name)
         return self._finish(new, self.node.meta["val"])
 
     def _owns(self, value: Any) -> bool:
@@ -75,11 +77,12 @@ class Emitter:
             # Other strides than before partitioning: a view that is none any more.
             args = (self.call(aten.clone.default, args[0], memory_format=torch.contiguous_format), *args[1:])
             value = infer(target, args, kwargs)
-        name = self.node.name if target is self.node.target else None
+        name = self.node.name if target is self.node.target and self.node.name not in self._names else None
         return self._finish(self.graph.create_node("call_function", target, args, kwargs, name=name), value)
 
     def _finish(self, new: torch.fx.Node, value: Any) -> torch.fx.Node:
         meta = self.node.meta
+        self._names.add(new.name)
         for key in _META:
             if key in meta:
                 new.meta[key] = meta[key]  # set one by one: to assign `meta` makes fx look the node up again
