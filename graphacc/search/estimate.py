@@ -177,7 +177,7 @@ class Profile:
         seconds[Phase.FORWARD] -= factor * _stream_seconds(self._totals["casts"].all_bytes, hardware)
         moved = [*(item.times(factor, larger.tp / here.tp if item.axis in (TP, EP) else 1.0) for item in self._waited_for), *(item.times(1 / larger.pp) for item in data.moved)]
         found = dataclasses.replace(data, update_seconds=data.update_seconds / larger.pp)
-        busy = estimated(found, timed(seconds, moved, larger, hardware, count=larger.microbatches))
+        busy = estimated(found, timed(seconds, moved, larger, hardware, count=larger.microbatches, are_all=False))
         waits = larger.microbatches * (seconds[Phase.FORWARD] if larger.schedule == "zb-h1" else seconds[Phase.FORWARD] + seconds[Phase.BACKWARD])
         bubbles = 0.0 if hardware.shared_cores else (larger.pp - 1) / (larger.microbatches * larger.chunks)
         return dataclasses.replace(busy, bubble_seconds=bubbles * waits).on(hardware).seconds
@@ -389,13 +389,14 @@ def estimated(found: Composed, time: Timed) -> Estimate:
     )
 
 
-def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Strategy, hardware: Hardware, *, sums_once: bool = False, count: int = 1) -> Timed:
+def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Strategy, hardware: Hardware, *, sums_once: bool = False, count: int = 1, are_all: bool = True) -> Timed:
     """Which messages hide behind computation.
 
     Args:
         seconds: of the kernels of each phase. Those of the update, which is memory traffic, are not read.
         sums_once: as of `Profile.estimate`.
         count: microbatches, each of which runs forward and backward, and, unless `sums_once`, reduces its gradients.
+        are_all: these are all messages of the phases: so much is computed between two of them. Otherwise none waits for ranks that come late.
     """
     seconds, mesh = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}, strategy.mesh
     exposed: dict[tuple[Phase, str], float] = {}
@@ -408,7 +409,7 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
         else:
             exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
-    for (phase, axis), late in _lateness(seconds, moved, strategy, hardware).items():
+    for (phase, axis), late in _lateness(seconds, moved, strategy, hardware).items() if are_all else ():
         exposed[phase, axis] = exposed.get((phase, axis), 0.0) + late
     hidden = 0.0
     for phase, by_axis in hideable.items():

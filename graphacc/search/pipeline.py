@@ -213,7 +213,7 @@ def _chunk_of(part: Profile, strategy: Strategy, hardware: Hardware, sums_once: 
     composed = part.composed(strategy, hardware)
     late = [item for item in composed.moved if sums_once and item.role is Role.GRADIENT]
     time = timed(composed.seconds, [item for item in composed.moved if item not in late], strategy, hardware)
-    behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware).exposed_by_axis()
+    behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware, are_all=False).exposed_by_axis()
     forward, backward = (_seconds_of(time, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
     weights = _WEIGHTS_SHARE * backward if strategy.schedule == "zb-h1" else 0.0
     return ChunkCost(

@@ -163,14 +163,15 @@ def test_the_choice_is_the_fastest_that_fits():
 
 @pytest.mark.parametrize(
     ("name", "hardware"),
-    [("llama", "8xH100"), *((name, hardware) for name in ("gpt2", "llama", "qwen3_moe", "t5", "bert", "vit") for hardware in ("cpu:8", "2x4xH100"))],
+    [("llama", "8xH100"), ("llama", "late"), ("gpt2", "late"), *((name, hardware) for name in ("gpt2", "llama", "qwen3_moe", "t5", "bert", "vit") for hardware in ("cpu:8", "2x4xH100"))],
 )
 @pytest.mark.matrix
 def test_what_is_left_out_is_slower(name, hardware):
-    """Bounds against estimates of every candidate, with all the memory and where few strategies fit."""
+    """Bounds against estimates of every candidate, with all the memory and where few strategies fit; "late": ranks that share cores come late."""
     case, _, _ = shared_case(name)
-    every = search(name) if hardware == "cpu:8" else Search(case.joint, case.update, Hardware.parse(hardware))
-    request = dataclasses.replace(Request.parse("auto,remat=none", 8), exact_microbatches=hardware != "cpu:8")
+    devices = CPU.replace(shared_cores=2, lateness=0.2) if hardware == "late" else Hardware.parse(hardware)
+    every = search(name) if hardware == "cpu:8" else Search(case.joint, case.update, devices)
+    request = dataclasses.replace(Request.parse("auto,remat=none", 8), exact_microbatches=hardware not in ("cpu:8", "late"))
     everything, _, none = every._ranked(request, Refusals(), math.inf)
     assert none == 0
     needs = sorted(every.needed(estimate) for _, estimate in everything)
