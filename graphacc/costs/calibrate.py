@@ -64,8 +64,9 @@ class Calibration:
         for item in self.measurements:
             shape = "x".join(map(str, item.dims)) if item.dims else str(item.num_ranks) if item.kind in (*COLLECTIVES, "lateness") else ""
             predicted = predict(item, self.hardware)
+            ratio = "" if item.kind == "lateness" else f"{predicted / item.seconds:8.2f}"  # a difference of two times, which may be nothing
             lines.append(
-                f"{item.kind:16}{item.dtype:7}{shape:20}{item.size_bytes / 1e6:9.3f}{1e6 * item.seconds:14.1f}{1e6 * predicted:14.1f}{predicted / item.seconds:8.2f}"
+                f"{item.kind:16}{item.dtype:7}{shape:20}{item.size_bytes / 1e6:9.3f}{1e6 * item.seconds:14.1f}{1e6 * predicted:14.1f}{ratio}"
             )
         return "\n".join(lines)
 
@@ -179,7 +180,7 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     for item in measurements:
         if item.kind == "lateness" and (unit := hardware.replace(lateness=1.0).late_seconds(item.num_ranks, item.computing_seconds)) > 0:
             hardware = hardware.replace(lateness=max(0.0, item.seconds / unit))
-    errors = [abs(predict(item, hardware) / item.seconds - 1) for item in measurements if item.kind != "lateness"]  # a difference of two, which may be nothing
+    errors = [abs(predict(item, hardware) / item.seconds - 1) for item in measurements if item.kind != "lateness"]
     return hardware.replace(error=math.ceil(100 * float(np.percentile(errors, 90))) / 100)
 
 

@@ -36,6 +36,11 @@ class Moved:
     by_path: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # module -> number and bytes of those that stand in it
     each: tuple[tuple[str, float, float], ...] = ()  # of gradients, in the order of the program: module, bytes of one, how many of it the whole graph has
 
+    @property
+    def whole_axis(self) -> str:
+        """The mesh axis: "fsdp" also of "fsdp/4" and "fsdp%4", which are parts of it."""
+        return self.axis.partition("/")[0].partition("%")[0]
+
     def times(self, factor: float, larger: float = 1.0) -> "Moved":
         """So many times as many of them, each so many times as large."""
         return Moved(axis=self.axis, kind=self.kind, role=self.role, phase=self.phase, number=factor * self.number, size_bytes=factor * larger * self.size_bytes)

@@ -402,7 +402,7 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
     exposed: dict[tuple[Phase, str], float] = {}
     hideable: dict[Phase, dict[str, float]] = {phase: {} for phase in seconds}
     for item in moved:
-        axis = item.axis.partition("/")[0].partition("%")[0]
+        axis = item.whole_axis
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
         time = move_seconds(item, mesh, hardware) * (1 if once else count)
         if (axis in GRADIENT_AXES or item.role in _HIDE) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
@@ -426,11 +426,12 @@ def _lateness(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: 
     """(phase, mesh axis) -> what its messages wait for ranks that share cores, between two of which each computes a part of the phase."""
     found: dict[tuple[Phase, str], float] = {}
     for phase in seconds if hardware.lateness else ():
-        sent = [(item.axis.partition("/")[0].partition("%")[0], item) for item in moved if item.phase is phase]
-        between = seconds[phase] / max(1.0, sum(item.number for _, item in sent))
-        for axis, item in sent:
+        sent = [item for item in moved if item.phase is phase]
+        number = sum(item.number for item in sent)
+        for item in sent:
             ranks = group_of(item.axis, strategy.mesh, hardware)[-1]
-            found[phase, axis] = found.get((phase, axis), 0.0) + item.number * hardware.late_seconds(ranks, between)
+            key = phase, item.whole_axis
+            found[key] = found.get(key, 0.0) + item.number * hardware.late_seconds(ranks, seconds[phase] / number)
     return found
 
 

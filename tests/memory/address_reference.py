@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import numpy as np
+
 from graphacc.passes.memory.addresses.native import Rule
 from graphacc.passes.memory.problem import AddressProblem, LiveBuffer
 
@@ -67,6 +69,17 @@ def pinwheel_problem(rng: random.Random, *, num_buffers: int, side: int = 64) ->
         pieces += [(left, b, low, c), (b, right, low, d), (a, right, d, high), (left, a, c, high), (a, b, c, d)]
     rng.shuffle(pieces)
     return AddressProblem(buffers=tuple(LiveBuffer(name=str(i), lower=p[0], upper=p[1], size=p[3] - p[2]) for i, p in enumerate(pieces)))
+
+
+def is_valid(packing, offsets, capacity) -> bool:
+    """No two items of a section overlap, and all end below its capacity."""
+    for section in range(packing.num_sections):
+        inside = np.flatnonzero((packing.first <= section) & (packing.last > section))
+        inside = inside[np.argsort(offsets[inside], kind="stable")]
+        ends = offsets[inside] + packing.size[inside]
+        if (ends[:-1] > offsets[inside][1:]).any() or ends[-1] > capacity[section]:
+            return False
+    return True
 
 
 def optimal_height(problem: AddressProblem) -> int:

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from address_reference import RULES, Search, State, beam, cut_problem, filled_problem, random_problem
+from address_reference import RULES, Search, State, beam, cut_problem, filled_problem, is_valid, random_problem
 
 from graphacc.passes.memory.addresses import native
 from graphacc.passes.memory.addresses.native import Outcome, Rule, StopFlag
@@ -67,19 +67,8 @@ def test_every_rule_decides_alike():
             if offsets is not None:
                 is_free = packing.fixed < 0
                 assert (offsets <= limits[0])[is_free].all() and (offsets == packing.fixed)[~is_free].all()
-                assert _is_valid(packing, offsets, limits[1])
+                assert is_valid(packing, offsets, limits[1])
     assert set(decided.values()) == {Outcome.FOUND, Outcome.IMPOSSIBLE}
-
-
-def _is_valid(packing, offsets, capacity):
-    """No two items of a section overlap, and all end below its capacity."""
-    for section in range(packing.num_sections):
-        inside = np.flatnonzero((packing.first <= section) & (packing.last > section))
-        inside = inside[np.argsort(offsets[inside], kind="stable")]
-        ends = offsets[inside] + packing.size[inside]
-        if (ends[:-1] > offsets[inside][1:]).any() or ends[-1] > capacity[section]:
-            return False
-    return True
 
 
 def test_an_item_that_fixed_ones_push_up_ends_within_the_capacity():

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from address_reference import cut_problem, filled_problem, pinwheel_problem
+from address_reference import cut_problem, filled_problem, is_valid, pinwheel_problem
 
 from graphacc.passes.memory.addresses import native
 from graphacc.passes.memory.addresses.native import Outcome, Rule, StopFlag
@@ -72,20 +72,11 @@ def test_searches_with_windows_decide_alike_in_fewer_nodes(rule):
         outcome, offsets, fewer = native.search(packing, order, limits, MANY, StopFlag(), rule=rule, windows=windows_of(packing, limits[1]))
         assert expected in (outcome, Outcome.STOPPED)
         if offsets is not None:
-            _check(packing, offsets, limits[1])
+            assert is_valid(packing, offsets, limits[1])
         outcomes.add(outcome)
         with_windows, without = with_windows + fewer, without + nodes
     assert outcomes == {Outcome.FOUND, Outcome.IMPOSSIBLE}
     assert with_windows < 0.8 * without
-
-
-def _check(packing: Packing, offsets: np.ndarray, capacity: np.ndarray) -> None:
-    """No two items of a section overlap, and all end below its capacity."""
-    for section in range(packing.num_sections):
-        inside = np.flatnonzero((packing.first <= section) & (packing.last > section))
-        inside = inside[np.argsort(offsets[inside])]
-        ends = (offsets + packing.size)[inside]
-        assert (ends[:-1] <= offsets[inside][1:]).all() and ends[-1] <= capacity[section]
 
 
 def test_a_beam_with_windows_finds_what_fits():
@@ -96,5 +87,5 @@ def test_a_beam_with_windows_finds_what_fits():
         outcome, offsets, _ = native.beam(packing, static_orders(packing)[seed % 6], limits, 30, 0.01, StopFlag(), windows=windows_of(packing, limits[1]))
         if outcome is Outcome.FOUND:
             found += 1
-            _check(packing, offsets, limits[1])
+            assert is_valid(packing, offsets, limits[1])
     assert found > 20
