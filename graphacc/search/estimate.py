@@ -426,7 +426,7 @@ def _lateness(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: 
     """(phase, mesh axis) -> what its messages wait for ranks that share cores, between two of which each computes a part of the phase."""
     found: dict[tuple[Phase, str], float] = {}
     for phase in seconds if hardware.lateness else ():
-        sent = [item for item in moved if item.phase is phase]
+        sent = [item for item in moved if item.phase is phase and item.number > 0]  # a chunk of a pipeline may have nothing of what others send
         number = sum(item.number for item in sent)
         for item in sent:
             ranks = group_of(item.axis, strategy.mesh, hardware)[-1]

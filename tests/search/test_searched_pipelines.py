@@ -149,6 +149,19 @@ def test_more_microbatches_need_less_memory():
     assert many.temporary_bytes < 0.5 * few.temporary_bytes and many.bubble_seconds < few.bubble_seconds
 
 
+def test_chunks_wait_for_late_ranks_where_they_send():
+    """Every strategy with a pipeline of devices that share cores, and chunks among them that send nothing of what others do."""
+    devices = Hardware.parse("cpu:8").replace(shared_cores=2)
+    usual, late = (Search(search().joint, search().update, devices.replace(lateness=lateness), microbatches=4) for lateness in (0.0, 0.2))
+    strategies = [strategy for strategy in candidates(Request.parse("auto,microbatches=4,remat=none", 8), late.limits(), Refusals()) if strategy.pp > 1]
+    assert {strategy.cp for strategy in strategies} > {1, 2} and any(strategy.chunks > 1 for strategy in strategies)
+    for strategy in strategies:
+        found, without = late.estimate(strategy), usual.estimate(strategy)
+        assert found.compute_seconds == pytest.approx(without.compute_seconds) and all(math.isfinite(seconds) for seconds in found.exposed_seconds.values())
+        waits = [axis for axis in found.exposed_seconds if found.exposed_seconds[axis] > without.exposed_seconds.get(axis, 0.0)]
+        assert set(waits) == {axis for axis in found.exposed_seconds if axis != "pp" and getattr(strategy, axis) > 2}, strategy
+
+
 @pytest.mark.parametrize("request_text", ["auto,microbatches=4,pp=2", "auto,microbatches=4"])
 @pytest.mark.default_cases("auto,microbatches=4")
 def test_the_choice_trains(request_text):
