@@ -65,6 +65,8 @@ def _results(target, arguments, places):
         return [_shard(*args, at) for (args, _), at in zip(arguments, places)]
     if target is mesh_ops.permute_ranks.default:
         return [_permuted(arguments, places, rank) for rank in range(len(places))]
+    if target is torch.ops.aten.view.default:  # programs have no strides
+        target = torch.ops.aten.reshape.default
     return [target(*args, **kwargs) for args, kwargs in arguments]
 
 
@@ -101,7 +103,7 @@ def _line(group, at):
 def _shard(x, dim, outer, size, group, at):
     axis, kind, number = split_group(group)
     place = {"": at[axis], "/": at[axis] % max(number, 1), "%": at[axis] // max(number, 1)}[kind]
-    return x.unflatten(dim, (outer, size, -1)).select(dim + 1, place).flatten(dim, dim + 1).clone()
+    return x.unflatten(dim, (outer, size, -1)).select(dim + 1, place).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
 
 
 def _collect(blocks, item, places, mesh):
