@@ -1,7 +1,6 @@
 """From a tape to StepGraphs (or HloSteps): the forward part, the gradients, the update, and the whole step."""
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -20,6 +19,7 @@ from graphacc.loop.managed import Handle
 from graphacc.loop.microbatches import Attempts, CutOtherwise, expected_failures
 from graphacc.loop.tape import Param, Ref, Tape
 from graphacc.ops.chunked import Split
+from graphacc.passes import accumulation
 from graphacc.passes.microbatches import joined
 
 Step = StepGraph | HloStep
@@ -236,24 +236,7 @@ def gradient_path(index: int) -> str:
 
 def accumulating(joint: Step) -> Step:
     """The same step with every gradient added to an input of kind GRAD, which the sum replaces."""
-    if isinstance(joint, HloStep):
-        return hlo.accumulating(joint)
-    step = StepGraph(copy.deepcopy(joint.graph), joint.inputs, joint.outputs, joint.constants)
-    graph, results, inputs = step.graph, list(step.results), list(step.inputs)
-    last = step.placeholders[-1]
-    for position in step.output_indices(Kind.GRAD):
-        out, grad = step.outputs[position], results[position]
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"grad_so_far_{position}")
-        with graph.inserting_before(graph.output_node()):
-            results[position] = graph.call_function(torch.ops.aten.add.Tensor, (last, grad))
-        last.meta = {"val": grad.meta["val"], "phase": Phase.BACKWARD, "module_path": "", "stack_trace": ""}
-        results[position].meta = dict(last.meta)
-        inputs.append(Input(name=last.name, kind=Kind.GRAD, target=out.target, shape=out.shape, dtype=out.dtype, shards=out.shards))
-    graph.output_node().args = (tuple(results),)
-    step.inputs = tuple(inputs)
-    step.verify()
-    return step
+    return hlo.accumulating(joint) if isinstance(joint, HloStep) else accumulation.accumulating(joint)
 
 
 def microbatch(tensor: Tensor, tape: Tape, external: int, count: int, part: int) -> Tensor:

@@ -90,6 +90,8 @@ class GraphCost:
     moved: tuple[Moved, ...]
     weights: tuple[Weight, ...]
     other_bytes: int  # buffers, batch, and what is returned to the loop
+    batch_bytes: int  # of these,
+    returned_bytes: int  # which every microbatch has, and keeps until the step ends
     saved_bytes: int  # what forward leaves for backward, beyond one of each repeated layer
     held: tuple[Held, ...] = ()
     nodes: int
@@ -114,7 +116,9 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
         **_times(found, hardware.chip),
         moved=_moved(step, count),
         weights=_weights(step, count, experts),
-        other_bytes=sum(count(node) * value_bytes(node) for node in _others(step)),
+        other_bytes=sum(count(node) * value_bytes(node) for node in (*_arguments(step), *_returned(step))),
+        batch_bytes=sum(count(node) * value_bytes(node) for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.BATCH),
+        returned_bytes=sum(count(node) * value_bytes(node) for node in _returned(step)),
         saved_bytes=saved,
         held=tuple(Held(size_bytes=value_bytes(node), count=count(node), path=path_of(node)) for node in _held(step)),
         nodes=len(step.graph.nodes),
@@ -231,9 +235,12 @@ def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_
     )
 
 
-def _others(step: StepGraph) -> list[torch.fx.Node]:
-    arguments = [node for node, item in zip(step.placeholders, step.inputs) if item.kind not in (Kind.PARAM, Kind.STATE, Kind.GRAD)]
-    return arguments + [node for node, item in zip(step.results, step.outputs) if item.kind in RETURNED]
+def _arguments(step: StepGraph) -> list[torch.fx.Node]:
+    return [node for node, item in zip(step.placeholders, step.inputs) if item.kind not in (Kind.PARAM, Kind.STATE, Kind.GRAD)]
+
+
+def _returned(step: StepGraph) -> list[torch.fx.Node]:
+    return [node for node, item in zip(step.results, step.outputs) if item.kind in RETURNED]
 
 
 def value_bytes(node: torch.fx.Node) -> int:

@@ -135,6 +135,7 @@ class Profile:
     saved_bytes: int  # that are saved for the backward, of these
     state_bytes: Mapping[str, int]  # parameter -> bytes of its optimizer state on this rank
     updates: bool = True  # in the program of the backward
+    accumulates: bool = False  # gradients add up in every run, and not only where there are microbatches
     working_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # module -> the most that is stored while one of its calls runs, besides what backward reads of forward
 
     @property
@@ -216,9 +217,9 @@ class Profile:
         """Compose the estimate of a strategy with this profile's model-parallel axes.
 
         Args:
-            sums_once: gradients are summed over the ranks after the last microbatch, as Megatron-LM does; our programs do it after each.
+            sums_once: gradients are summed over the ranks after the last microbatch, and their products add up by themselves, as in Megatron-LM; our programs do it after each.
         """
-        found = self.composed(strategy, hardware)
+        found = self.composed(strategy, hardware, adds_up=not sums_once)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
     def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: _Sent) -> int:
@@ -249,8 +250,8 @@ class Profile:
         beside = strategy.microbatches * sum(self.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) if strategy.delay and not hardware.shared_cores else 0.0
         return max(0.0, taken - beside)
 
-    def composed(self, strategy: Strategy, hardware: Hardware) -> Composed:
-        """With what `dp`, `fsdp` and `zero` add."""
+    def composed(self, strategy: Strategy, hardware: Hardware, *, adds_up: bool = True) -> Composed:
+        """With what `dp`, `fsdp` and `zero` add, and, if `adds_up`, what gradients of several runs do that are added to those so far."""
         totals, messages = self._totals, self._messages_of(strategy)
         kept, state = totals["parameters"].kept(strategy, stage=3), totals["state"].kept(strategy)
         offloads = strategy.offload is not None
@@ -258,6 +259,8 @@ class Profile:
         seconds[Phase.FORWARD] -= _stream_seconds(totals["casts"].all_bytes - totals["casts"].kept(strategy, stage=3), hardware)  # each rank casts its part, and keeps that
         for phase, size in messages.reordered_bytes.items():
             seconds[phase] += _stream_seconds(size, hardware)
+        if adds_up and (strategy.microbatches > 1 or (self.accumulates and not offloads)):
+            seconds[Phase.BACKWARD] += _stream_seconds(3 * self.gradient_bytes(strategy), hardware)  # a gradient, and the sum before and behind it
         transient = messages.transient_bytes - round(totals["cast for backward"].all_bytes - totals["cast for backward"].kept(strategy, stage=3))
         return Composed(
             seconds=seconds,
@@ -267,7 +270,7 @@ class Profile:
                 "parameter_bytes": round(kept / 2 if offloads and strategy.precision == "bf16" else kept),
                 "state_bytes": 0 if offloads else round(state),
                 "host_bytes": round(state + totals["trained"].kept(strategy)) if offloads else 0,
-                "other_bytes": self.cost.other_bytes,
+                "other_bytes": self.cost.other_bytes + (strategy.microbatches - 1) * (self.cost.batch_bytes + self.cost.returned_bytes),
                 "temporary_bytes": self._temporary_bytes(strategy, hardware, messages.scattered) + transient,
             },
         )

@@ -20,6 +20,7 @@ from graphacc.costs.memory import predict_memory, released_bytes, saved_for_back
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
 from graphacc.graph import Kind, StepGraph
+from graphacc.passes.accumulation import accumulating
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.experts import find_experts
 from graphacc.passes.microbatches import Inseparable, in_microbatches
@@ -27,7 +28,7 @@ from graphacc.passes.partition.placement import Shard
 from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinned_placements
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import Pass, key_of, run_passes
-from graphacc.passes.stages import Segment, cut, marked_places
+from graphacc.passes.stages import Segment, cut, marked_places, update_places
 from graphacc.search.cost import RETURNED, cost_of, path_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.pipeline import ChunkCost, Depth, chunks_of_profile, chunks_of_segments, estimate_of
@@ -203,6 +204,7 @@ class Evaluator:
             saved_bytes=sum(saved_for_backward(local, cpu=self._is_cpu).values()),
             state_bytes=state,
             updates=self.update is not None and not self.accumulates,
+            accumulates=self.accumulates,
             working_bytes=working,
         )
 
@@ -227,12 +229,12 @@ class Evaluator:
             update_seconds=profile.update_seconds,
             parameter_bytes=held[Kind.PARAM],
             state_bytes=profile.state_bytes if update is None else held[Kind.STATE],
-            other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + returned,
+            other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + (strategy.microbatches - 1) * held[Kind.BATCH] + strategy.microbatches * returned,
             temporary_bytes=memory.temporary_bytes,
             order_bytes=memory.ordered_bytes - memory.temporary_bytes,
             host_bytes=profile.host_bytes,
         )
-        return self._with_gradients(found, strategy)
+        return found if held[Kind.GRAD] else self._with_gradients(found, strategy)
 
     def program_of(self, strategy: Strategy) -> StepGraph:
         """The step's program of one device: with the update where that is known and in the same program.
@@ -240,11 +242,13 @@ class Evaluator:
         Raises:
             StrategyError, GraphError: the passes refuse the strategy.
         """
-        return self._local(self.step_of(strategy), strategy)
+        return self.local(self.step_of(strategy), strategy)
 
     def step_of(self, strategy: Strategy) -> StepGraph:
-        """The captured step: with the update where that is known and in the same program."""
+        """The captured step: with the update where that is known and in the same program; gradients that stay between programs add up."""
         update, joint = self._update_in(strategy), self._joint_of(strategy)
+        if strategy.microbatches > 1 or (self.accumulates and strategy.offload is None):
+            return accumulating(joint)
         return joint if update is None else stitch(joint, update)
 
     def segments_of(self, strategy: Strategy) -> list[Segment]:
@@ -253,10 +257,25 @@ class Evaluator:
         Raises:
             StrategyError, GraphError: the passes refuse the strategy.
         """
-        local = self._local(self._joint_of(strategy), strategy)
+        local = self.local(self.step_of(strategy), strategy)
         schedule = build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
         places = marked_places(local, strategy.pp, strategy.pp * strategy.chunks, schedule.splits_backward)
-        return cut(local, places, {axis: size for axis, size in strategy.within_stage.mesh.items()})
+        return cut(local, places, strategy.within_stage.mesh)
+
+    def update_segments_of(self, strategy: Strategy, homes: Mapping[str, int]) -> list[Segment]:
+        """The programs of the update, of all stages of a pipeline.
+
+        Args:
+            homes: parameter -> its stage.
+
+        Raises:
+            StrategyError, GraphError: the passes refuse the strategy, or there is no update.
+        """
+        if self.update is None:
+            raise StrategyError(f"{strategy}: the step has no update")
+        local = self.local(self.update, strategy)
+        owners = {item.target: homes.get(item.target, 0) for item in local.inputs if item.kind in (Kind.PARAM, Kind.GRAD)}
+        return cut(local, update_places(local, owners), strategy.within_stage.mesh)
 
     def _joint_of(self, strategy: Strategy) -> StepGraph:
         """Forward and backward of one of the strategy's microbatches."""
@@ -275,7 +294,8 @@ class Evaluator:
         """The update, where it is a part of the step's program."""
         return None if self.accumulates or strategy.microbatches > 1 or strategy.offload is not None else self.update
 
-    def _local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
+    def local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
+        """The program of one device that the passes make of a captured graph."""
         with collector.paused():
             return run_passes(step.copy(), self._passes(step, strategy))[0]
 

@@ -12,7 +12,7 @@ A profile's estimate takes the bubble of equal stages but the dearest (Narayanan
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from graphacc.costs.repeats import Reduced
 from graphacc.costs.seconds import collective_seconds
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase
+from graphacc.passes.attention import ATTACH_ATTENTION
+from graphacc.passes.experts import ATTACH_EXPERTS
 from graphacc.passes.partition.plan import Role
+from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import Segment
 from graphacc.passes.stages.assign import dealt
 from graphacc.passes.stages.units import Unit, cuts, forward_part, units, work
-from graphacc.search.cost import GraphCost, cost_of, value_bytes
+from graphacc.search.cost import RETURNED, GraphCost, cost_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, Timed, timed
 from graphacc.strategy.axes import PP
 from graphacc.strategy.schedules import Costs, Part, Schedule, build_schedule, simulate
@@ -59,12 +62,15 @@ class ChunkCost:
 
 
 class Depth:
-    """The forward part of a step in the order of the program, with the equal blocks that were left out of it."""
+    """The forward part of a step in the order of the program, with the equal blocks that were left out of it, and with its attention and experts as they are when a step is cut."""
 
     def __init__(self, reduced: Reduced):
-        forward = forward_part(reduced.step)
+        step, _ = run_passes(reduced.step.copy(), [ATTACH_ATTENTION, ATTACH_EXPERTS], checks=False)
+        forward = forward_part(step)
         self._units = units(forward, cuts(forward))
-        self._order = _expanded(self._units, reduced)
+        expanded = _expanded(self._units, reduced)
+        self._order = [i for i, _ in expanded]
+        self._dealt_units = [dataclasses.replace(self._units[i], block=f"{self._units[i].block}#{number}") if number else self._units[i] for i, number in expanded]  # as blocks of their own, for a cut inside of a block costs more
         self._readers: dict[str, list[int]] = {}  # parameter -> the units that read it
         shares: dict[str, np.ndarray] = {}
         for i, unit in enumerate(self._units):
@@ -84,7 +90,7 @@ class Depth:
         Raises:
             StrategyError: there are fewer blocks than chunks.
         """
-        found = [self._units[i] for i in self._order]
+        found = self._dealt_units
         edges = dealt(found, num_chunks) if len(found) >= num_chunks else None
         if edges is None:
             raise StrategyError(f"a pipeline of {num_chunks} chunks needs as many blocks between narrow cuts, and the model has {len(found)}")
@@ -130,7 +136,7 @@ class Depth:
         working = np.zeros(num_chunks)
         for path, size in profile.working_bytes.items():
             working = np.maximum(working, size * (share(path) > 0))
-        others = cost.other_bytes / num_chunks
+        others, batch = (cost.other_bytes - cost.returned_bytes) / num_chunks, cost.batch_bytes / num_chunks
         totals = [sum((np.outer(both, share(path)) for path, both in item.by_path.items()), np.zeros((2, num_chunks))) for item in cost.moved]
         found: list[Profile] = []
         equal: dict[tuple[bytes, bool], Profile] = {}  # most chunks have as many of each layer as others
@@ -144,10 +150,11 @@ class Depth:
                 for item, total in zip(cost.moved, totals)
                 for number, size in [total[:, chunk]]
             )
+            returned = cost.returned_bytes if chunk == num_chunks - 1 else 0
             weights = tuple(dataclasses.replace(weight, count=number) for weight in cost.weights if (number := self._number_of(weight.name, counts, chunk, num_chunks)))
             part = dataclasses.replace(
                 cost, kernels=(), kernel_seconds=(), seconds={phase: float(times[chunk]) for phase, times in seconds.items()},
-                moved=moved, weights=weights, other_bytes=round(others), saved_bytes=round(saved[chunk]), held=(),
+                moved=moved, weights=weights, other_bytes=round(others + returned), batch_bytes=round(batch), returned_bytes=returned, saved_bytes=round(saved[chunk]), held=(),
             )  # fmt: skip
             equal[key] = dataclasses.replace(profile, cost=part, temporary_bytes=round(working[chunk]), released_bytes=round(working[chunk]), saved_bytes=0, working_bytes={})
             found.append(equal[key])
@@ -162,8 +169,8 @@ class Depth:
         return round(max(numbers))
 
 
-def _expanded(found: Sequence[Unit], reduced: Reduced) -> list[int]:
-    """Units in their order, those that stand for several groups of blocks as often."""
+def _expanded(found: Sequence[Unit], reduced: Reduced) -> list[tuple[int, int]]:
+    """Units in their order, those that stand for several groups of blocks as often, each with the number of its group among these."""
     groups = {path: (i, k) for i, item in enumerate(reduced.classes) for k, group in enumerate(item.kept) for path in group}
 
     def group_of(unit: Unit) -> tuple[int, int] | None:
@@ -176,7 +183,7 @@ def _expanded(found: Sequence[Unit], reduced: Reduced) -> list[int]:
             weights[key] = weights.get(key, 0.0) + work(node) + 1e-9
         return max(weights, key=lambda key: weights[key])
 
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
     labels = [group_of(unit) for unit in found]
     start = 0
     while start < len(found):
@@ -186,7 +193,7 @@ def _expanded(found: Sequence[Unit], reduced: Reduced) -> list[int]:
         label = labels[start]
         item = None if label is None else reduced.classes[label[0]]
         times = 1 if item is None or label is None or label[1] != 1 else 1 + len(item.groups) - len(item.kept)
-        order += [*range(start, end)] * times
+        order += [(i, number) for number in range(times) for i in range(start, end)]
         start = end
     return order
 
@@ -249,12 +256,13 @@ def chunks_of_segments(segments: Sequence[Segment], estimates: Sequence[ChunkCos
     """Costs of the chunks, read out of their programs.
 
     Args:
-        segments: of forward and backward of one microbatch, cut.
-        estimates: from a profile: the update, whose traffic is known without a graph, and what lies on the host.
+        segments: of forward and backward of one microbatch, whose gradients add up, cut.
+        estimates: from a profile: the update, whose traffic is known without a graph, the state of all chunks, which is shared out as gradients are, and what lies on the host.
     """
     parts: dict[tuple[int, Part], Segment] = {(segment.place.index, Part(segment.place.part)): segment for segment in segments}
     makers = {item.target: segment.place for segment in segments for item in segment.step.outputs if item.kind is Kind.CROSS}
     sizes = {item.target: value_bytes(node) for segment in segments for node, item in zip(segment.step.results, segment.step.outputs) if item.kind is Kind.CROSS}
+    state, gradients = sum(estimate.state_bytes for estimate in estimates), sum(_inputs_of(segments, Kind.GRAD).values())
     found = []
     for chunk, estimate in enumerate(estimates):
         mine = {part: parts[chunk, part] for part in Part if (chunk, part) in parts}
@@ -272,10 +280,8 @@ def chunks_of_segments(segments: Sequence[Segment], estimates: Sequence[ChunkCos
         for time in times.values():
             for axis, seconds in time.exposed_by_axis().items():
                 exposed[axis] = exposed.get(axis, 0.0) + seconds
-        kept = {
-            kind: {item.target: value_bytes(node) for segment in mine.values() for node, item in zip(segment.step.placeholders, segment.step.inputs) if item.kind is kind}
-            for kind in (Kind.PARAM, Kind.BUFFER, Kind.BATCH)
-        }
+        kept = {kind: _inputs_of(mine.values(), kind) for kind in (Kind.PARAM, Kind.BUFFER, Kind.BATCH, Kind.GRAD)}
+        returned = sum(value_bytes(node) for segment in mine.values() for node, item in zip(segment.step.results, segment.step.outputs) if item.kind in RETURNED)
         found.append(
             dataclasses.replace(
                 estimate,
@@ -283,7 +289,9 @@ def chunks_of_segments(segments: Sequence[Segment], estimates: Sequence[ChunkCos
                 exposed=exposed,
                 hidden=sum(time.hidden for time in times.values()),
                 parameter_bytes=sum(kept[Kind.PARAM].values()),
-                other_bytes=sum(kept[Kind.BUFFER].values()) + strategy.microbatches * sum(kept[Kind.BATCH].values()),
+                state_bytes=round(state * sum(kept[Kind.GRAD].values()) / max(1, gradients)),
+                gradient_bytes=sum(kept[Kind.GRAD].values()),
+                other_bytes=sum(kept[Kind.BUFFER].values()) + strategy.microbatches * (sum(kept[Kind.BATCH].values()) + returned),
                 held_bytes=sum(sizes[target] for target in held),
                 working_bytes=max(predict_memory(segment.step, cpu=hardware.shared_cores > 0).temporary_bytes + _fresh_bytes(segment) for segment in mine.values()),
                 sent_bytes=float(sent),
@@ -292,15 +300,20 @@ def chunks_of_segments(segments: Sequence[Segment], estimates: Sequence[ChunkCos
     return found
 
 
+def _inputs_of(segments: Iterable[Segment], kind: Kind) -> dict[str, int]:
+    """Target of every input of a kind -> bytes on a device."""
+    return {item.target: value_bytes(node) for segment in segments for node, item in zip(segment.step.placeholders, segment.step.inputs) if item.kind is kind}
+
+
 def _reads(segments: Sequence[Segment], chunk: int) -> list:
     return [item for segment in segments if segment.place.index == chunk and segment.place.part == Part.FORWARD.value for item in segment.step.inputs if item.kind is Kind.CROSS]
 
 
 def _fresh_bytes(segment: Segment) -> int:
-    """Of results that are not held: gradients that go back to the chunk before, and what replaces nothing."""
+    """Of results that are neither held nor returned: gradients that go back to the chunk before, and what replaces nothing."""
     step, donated = segment.step, segment.step.donations()
     is_forward = segment.place.part == Part.FORWARD.value
-    return sum(value_bytes(node) for i, (node, item) in enumerate(zip(step.results, step.outputs)) if i not in donated and not (item.kind is Kind.CROSS and is_forward))
+    return sum(value_bytes(node) for i, (node, item) in enumerate(zip(step.results, step.outputs)) if i not in donated and item.kind not in RETURNED and not (item.kind is Kind.CROSS and is_forward))
 
 
 # ---- composition

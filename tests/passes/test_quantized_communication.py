@@ -14,8 +14,8 @@ from zoo_steps import partitioned, shared_case
 import graphacc
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, Phase
-from graphacc.loop.build import accumulating
 from graphacc.ops.quantize import error_bound, message_bytes
+from graphacc.passes.accumulation import accumulating
 from graphacc.passes.communication.quantize import EXCHANGE, GATHER, SCATTER
 from graphacc.passes.communication.secondary import is_across_nodes
 from graphacc.passes.partition.plan import Role

@@ -12,7 +12,7 @@ from zoo_steps import Case, partitioned, zoo_case
 
 from graphacc.errors import StrategyError
 from graphacc.graph import Kind, StepGraph
-from graphacc.loop.build import accumulating
+from graphacc.passes.accumulation import accumulating
 from graphacc.passes.partition.plan import Role
 from graphacc.strategy import Strategy
 
