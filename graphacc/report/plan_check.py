@@ -77,6 +77,7 @@ def check_plan(search: Search, plan: Plan) -> PlanCheck:
     programs = {part: Program.build(part.step, mesh, cache_dir=None, memory_plan="xla") for part in parts}
     planned, compiled = collections.Counter(), collections.Counter()
     for part in graphs:
+        assert isinstance(part.step, StepGraph)
         for node in part.step.graph.nodes:
             move = node.meta.get("move")
             if move is not None and move.travels:
