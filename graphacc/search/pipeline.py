@@ -84,37 +84,37 @@ class Depth:
         self._counts = functools.cache(self._counted)
         self.parts = functools.lru_cache(maxsize=512)(self._parts)
 
-    def _dealt(self, num_chunks: int) -> list[int]:
+    def _dealt(self, num_chunks: int, num_stages: int) -> list[int]:
         """Chunk c has the units at the places ``edges[c]`` to ``edges[c + 1] - 1`` of the order.
 
         Raises:
             StrategyError: there are fewer blocks than chunks.
         """
         found = self._dealt_units
-        edges = dealt(found, num_chunks) if len(found) >= num_chunks else None
+        edges = dealt(found, num_chunks, num_stages) if len(found) >= num_chunks else None
         if edges is None:
             raise StrategyError(f"a pipeline of {num_chunks} chunks needs as many blocks between narrow cuts, and the model has {len(found)}")
         return edges
 
-    def _counted(self, num_chunks: int) -> np.ndarray:
+    def _counted(self, num_chunks: int, num_stages: int) -> np.ndarray:
         """How often each unit stands in each chunk [units, chunks]."""
-        edges, counts = self.edges(num_chunks), np.zeros((len(self._units), num_chunks))
+        edges, counts = self.edges(num_chunks, num_stages), np.zeros((len(self._units), num_chunks))
         for chunk in range(num_chunks):
             for i in self._order[edges[chunk] : edges[chunk + 1]]:
                 counts[i, chunk] += 1
         return counts
 
-    def sent_bytes(self, num_chunks: int) -> list[float]:
+    def sent_bytes(self, num_chunks: int, num_stages: int) -> list[float]:
         """Between each chunk and the next, for the captured batch, before anything is split; 0 behind the last."""
-        return [*(self._units[self._order[edge]].crossing_bytes for edge in self.edges(num_chunks)[1:-1]), 0.0]
+        return [*(self._units[self._order[edge]].crossing_bytes for edge in self.edges(num_chunks, num_stages)[1:-1]), 0.0]
 
-    def _parts(self, profile: Profile, num_chunks: int) -> list[Profile]:
+    def _parts(self, profile: Profile, num_chunks: int, num_stages: int) -> list[Profile]:
         """The profile's work and state in each chunk; equal chunks have one object.
 
         Raises:
             StrategyError: there are fewer blocks than chunks.
         """
-        counts = self._counts(num_chunks)
+        counts = self._counts(num_chunks, num_stages)
         last = np.zeros(num_chunks)
         last[-1] = 1.0
 
@@ -210,9 +210,9 @@ def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardwa
     """
     num_chunks = strategy.pp * strategy.chunks
     sent_share = batch_share / strategy.cp / (strategy.tp if strategy.sequence_parallel else 1)
-    parts = depth.parts(profile, num_chunks)
+    parts = depth.parts(profile, num_chunks, strategy.pp)
     costs = {id(part): _chunk_of(part, strategy, hardware, sums_once) for part in {id(part): part for part in parts}.values()}
-    return [dataclasses.replace(costs[id(part)], sent_bytes=sent * sent_share) for part, sent in zip(parts, depth.sent_bytes(num_chunks), strict=True)]
+    return [dataclasses.replace(costs[id(part)], sent_bytes=sent * sent_share) for part, sent in zip(parts, depth.sent_bytes(num_chunks, strategy.pp), strict=True)]
 
 
 def _chunk_of(part: Profile, strategy: Strategy, hardware: Hardware, sums_once: bool) -> ChunkCost:

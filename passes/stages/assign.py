@@ -1,9 +1,9 @@
 """Which forward call belongs to which chunk of the model.
 
 The units of the forward part (see units.py) are dealt out in order, to every chunk at least one, so that the dearest
-chunk is as cheap as possible; exactly, by dynamic programming over (chunks so far, units so far). A chunk costs its work, what
-the cut before it sends, and a share of the mean where that cut divides a numbered block. Pins and the places where
-parameters already lie restrict the choice.
+chunk is as cheap as possible; exactly, by dynamic programming over (chunks so far, units so far). Where a stage has several chunks, units are then
+moved on between chunks as long as that makes the dearest stage cheaper. A chunk costs its work, what the cut before it sends, and a little where that cut divides a
+numbered block. Pins and the places where parameters already lie restrict the choice.
 """
 
 import fnmatch
@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch.fx
 
 from graphacc.errors import StrategyError
@@ -18,7 +19,8 @@ from graphacc.graph import StepGraph
 from graphacc.passes.stages.units import FLOPS_PER_BYTE, Forward, Unit, cuts, forward_part, narrowest, units
 from graphacc.strategy.spec import Strategy
 
-_BROKEN_BLOCK = 0.1  # of a chunk's mean cost, for a cut inside of a block
+_BROKEN_BLOCK = 0.01  # of a chunk's mean cost, for a cut inside of a block, which costs no time, but whole blocks are easier to follow;
+_BROKEN_WIDE = 0.1  # for one that sends more than cuts between blocks do: among other values, what backward reads on both sides
 _MOVED_PARAMETER = 1e3  # flops per byte of a parameter that lies on another stage
 
 
@@ -114,7 +116,10 @@ def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Stra
     def costs(unit: Unit, chunk: int) -> float:
         return unit.cost + _moved(unit, chunk % strategy.pp, homes)
 
-    edges = dealt(found, num_chunks, costs, lambda place, chunk: not allowed[place] - {chunk}, most=math.inf if homes or strategy.stages else None)
+    if not homes and not strategy.stages:
+        edges = dealt(found, num_chunks, strategy.pp)
+    else:
+        edges = dealt(found, num_chunks, strategy.pp, costs, lambda place, chunk: not allowed[place] - {chunk})
     if edges is None:
         raise StrategyError(
             f"stages={dict(strategy.stages)} leaves no way to give each of the {num_chunks} chunks a part of the model, in "
@@ -126,21 +131,21 @@ def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Stra
 def dealt(
     found: Sequence[Unit],
     num_chunks: int,
-    costs: Callable[[Unit, int], float] = lambda unit, chunk: unit.cost,
+    num_stages: int,
+    costs: Callable[[Unit, int], float] | None = None,
     may_lie: Callable[[int, int], bool] = lambda place, chunk: True,
-    most: float | None = None,
 ) -> list[int] | None:
     """Edges of the chunks in a list of units: chunk c is units ``edges[c]`` to ``edges[c + 1] - 1``; None where there is no way.
 
     Args:
-        costs: of a unit in a chunk.
+        num_stages: chunk c runs on stage c % num_stages.
+        costs: of a unit in a chunk; None: the unit's everywhere, and every unit may be anywhere.
         may_lie: whether the unit at a place may be in a chunk.
-        most: what no chunk of a best deal costs; None: what dealing out greedily never exceeds, where every unit may be anywhere.
     """
     count = len(found)
     entry = _entry_costs(found, num_chunks)
-    if most is None:
-        most = sum(unit.cost for unit in found) / num_chunks + max(unit.cost for unit in found) + 2 * max(entry)
+    own = [unit.cost for unit in found]
+    most = math.inf if costs is not None else sum(own) / num_chunks + max(own) + 2 * max(entry)  # dealing out greedily never exceeds this
     best: list[dict[int, tuple[float, float, int]]] = [
         {0: (0.0, 0.0, 0)}
     ]  # units so far -> dearest chunk, sum of squares, last edge
@@ -152,7 +157,7 @@ def dealt(
             for last in range(first, count - rest):
                 if not may_lie(last, chunk):
                     break
-                cost += costs(found[last], chunk)
+                cost += own[last] if costs is None else costs(found[last], chunk)
                 if cost > most and last > first:
                     break
                 option = (max(dearest, cost), squares + cost * cost, first)
@@ -163,16 +168,43 @@ def dealt(
     edges = [count]
     for row in reversed(best[1:]):
         edges.append(row[edges[-1]][2])
-    return edges[::-1]
+    return edges[::-1] if costs is not None or num_chunks == num_stages else _evened(edges[::-1], own, entry, num_stages)
+
+
+def _evened(edges: list[int], own: Sequence[float], entry: Sequence[float], num_stages: int) -> list[int]:
+    """Edges by which stages of several chunks cost alike: a unit passes from one chunk to another, and each chunk between them passes one on, as long as that helps."""
+    total = sum(own)
+    so_far = np.concatenate([[0.0], np.cumsum(own)]) / total
+    dues = np.array([*entry, 0.0]) / total
+    place = np.arange(len(edges))
+    moves = np.array([[sign * ((place >= first) & (place <= last)) for sign in (1, -1)] for first in range(1, len(edges) - 1) for last in range(first, len(edges) - 1)])
+    moves = moves.reshape(-1, len(edges))
+
+    def ranked(options: np.ndarray) -> np.ndarray:
+        """Dearest stage, dearest chunk, sum of squares [options, 3]; infinite where a chunk is empty."""
+        cost = so_far[options[:, 1:]] - so_far[options[:, :-1]] + dues[options[:, :-1]]
+        cost[(options[:, 1:] <= options[:, :-1]).any(1)] = np.inf
+        return np.stack([cost.reshape(len(options), -1, num_stages).sum(1).max(1), cost.max(1), (cost * cost).sum(1)], 1)
+
+    here = np.array(edges)
+    while True:
+        options = np.concatenate([here[None], here[None] + moves])
+        found = ranked(options).round(9)
+        first = int(np.lexsort(found.T[::-1])[0])
+        if tuple(found[first]) >= tuple(found[0]):
+            return here.tolist()
+        here = options[first]
 
 
 def _entry_costs(found: Sequence[Unit], num_chunks: int) -> list[float]:
     """What a chunk pays for the cut before it, by the unit that it starts with."""
     mean = sum(unit.cost for unit in found) / num_chunks
+    inside = [bool(before.block) and before.block == unit.block for before, unit in itertools.pairwise(found)]
+    usual = max((unit.crossing_bytes for unit, is_inside in zip(found[1:], inside) if not is_inside), default=0.0)
     costs = [0.0]
-    for before, unit in itertools.pairwise(found):
-        inside = before.block and before.block == unit.block
-        costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + (_BROKEN_BLOCK * mean if inside else 0.0))
+    for unit, is_inside in zip(found[1:], inside):
+        share = 0.0 if not is_inside else _BROKEN_WIDE if unit.crossing_bytes > usual else _BROKEN_BLOCK
+        costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + share * mean)
     return costs
 
 

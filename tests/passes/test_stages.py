@@ -1,5 +1,6 @@
 """Stages: a graph that is cut computes what the whole one does, wherever it is cut; automatic cuts are balanced and narrow."""
 
+import itertools
 import random
 
 import pytest
@@ -18,8 +19,8 @@ from graphacc.ops.flash_attention import flash_attention
 from graphacc.passes.cleanup import COMMON_SUBEXPRESSIONS, DEAD_CODE
 from graphacc.passes.runner import run_passes
 from graphacc.passes.stages import MARK, Place, Segment, cut, mark_pass, marked_places, owner_of, update_places
-from graphacc.passes.stages.assign import forward_chunks
-from graphacc.passes.stages.units import FLOPS_PER_BYTE, block_of, cuts, forward_part, work
+from graphacc.passes.stages.assign import dealt, forward_chunks
+from graphacc.passes.stages.units import FLOPS_PER_BYTE, Unit, block_of, cuts, forward_part, work
 from graphacc.passes.stages.values import free_values
 from graphacc.strategy import Strategy
 
@@ -174,6 +175,35 @@ def test_equal_blocks_are_dealt_out_evenly():
 def test_dear_blocks_get_a_stage_of_their_own():
     assert chunks_of([16, 16, 16, 256], Strategy(pp=2)) == [{"0", "1", "2"}, {"3"}]
     assert chunks_of([256, 16, 16, 16], Strategy(pp=2)) == [{"0"}, {"1", "2", "3"}]
+
+
+def _units(costs: list[float], blocks: list[str], wide: frozenset[int] = frozenset()) -> list[Unit]:
+    return [Unit(nodes=(), cost=cost, crossing_bytes=2.0 if i in wide else 1.0, block=block, parameters={}) for i, (cost, block) in enumerate(zip(costs, blocks))]
+
+
+def _stages(units: list[Unit], edges: list[int], num_stages: int) -> list[float]:
+    chunks = [sum(unit.cost for unit in units[first:last]) for first, last in itertools.pairwise(edges)]
+    return [sum(chunks[stage::num_stages]) for stage in range(num_stages)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_of_several_chunks_cost_alike(seed):
+    """Near the best of all deals of a few units, which equal chunks are not: stage 0 has chunks 0 and 2."""
+    draw = random.Random(seed)
+    units = _units([draw.choice([1e6, 2e6, 3e6, 7e6]) for _ in range(10)], [""] * 10)
+    edges = dealt(units, 4, 2)
+    best = min(max(_stages(units, [0, *inner, 10], 2)) for inner in itertools.combinations(range(1, 10), 3))
+    assert edges[0] == 0 and edges[-1] == 10 and all(first < last for first, last in itertools.pairwise(edges))
+    assert best <= max(_stages(units, edges, 2)) <= 1.12 * best
+
+
+def test_a_dear_head_breaks_blocks_where_nothing_else_crosses():
+    """24 layers of a third and two thirds, and a head as dear as three, on 4 stages of 2 chunks: whole layers would leave one stage a ninth dearer."""
+    costs, blocks = [1e6, 2e6] * 24 + [9e6], [f"h.{i // 2}" for i in range(48)] + [""]
+    narrow, wide = _units(costs, blocks), _units(costs, blocks, frozenset(range(1, 48, 2)))
+    mean = sum(costs) / 4
+    assert max(_stages(narrow, dealt(narrow, 8, 4), 4)) <= 1.04 * mean
+    assert not set(dealt(wide, 8, 4)[1:-1]) & set(range(1, 48, 2)), "cuts that send more lie inside of blocks"
 
 
 def test_cuts_lie_where_the_residual_stream_alone_crosses():

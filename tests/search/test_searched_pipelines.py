@@ -47,7 +47,7 @@ def test_layers_lie_where_the_passes_put_them(num_chunks):
         if "h." in block_of(node):
             real.setdefault(chunk, set()).add(block_of(node))
     blocks = [len({path for path in found}) for _, found in sorted(real.items())]
-    edges = depth().edges(num_chunks)
+    edges = depth().edges(num_chunks, num_chunks)
     dealt = [depth()._order[first:last] for first, last in itertools.pairwise(edges)]
     own = {i for i, unit in enumerate(depth()._units) if "h." in unit.block}
     per_layer = sum(i in own for i in depth()._order) / LAYERS
@@ -59,7 +59,7 @@ def test_layers_lie_where_the_passes_put_them(num_chunks):
 def test_chunks_are_parts_of_the_whole(num_chunks):
     strategy = Strategy(dp=4, tp=2, microbatches=4)
     profile = search().profile_of(strategy)
-    parts = depth().parts(profile, num_chunks)
+    parts = depth().parts(profile, num_chunks, num_chunks)
     for phase, seconds in profile.cost.seconds.items():
         assert sum(part.cost.seconds[phase] for part in parts) == pytest.approx(seconds)
     for i, item in enumerate(profile.cost.moved):
@@ -140,7 +140,7 @@ def test_pipelines_are_chosen_where_there_are_microbatches():
 
 def test_too_few_blocks():
     with pytest.raises(StrategyError, match="a pipeline of 64 chunks needs as many blocks between narrow cuts"):
-        depth().parts(search().profile_of(Strategy(dp=8, microbatches=4)), 64)
+        depth().parts(search().profile_of(Strategy(dp=8, microbatches=4)), 64, 64)
 
 
 def test_more_microbatches_need_less_memory():
