@@ -90,7 +90,7 @@ def test_estimates_are_those_of_the_programs(text):
 
 
 def chunk(forward: float, backward: float, weights: float = 0.0, **fields) -> ChunkCost:
-    zeros = dict.fromkeys(("parameter_bytes", "state_bytes", "gradient_bytes", "other_bytes", "host_bytes", "held_bytes", "working_bytes"), 0)
+    zeros = dict.fromkeys(("parameter_bytes", "state_bytes", "gradient_bytes", "other_bytes", "host_bytes", "held_bytes", "held_for_weights_bytes", "handed_on_bytes", "working_bytes"), 0)
     seconds = {Part.FORWARD: forward, Part.BACKWARD: backward, Part.WEIGHTS: weights}
     return ChunkCost(**{**zeros, "seconds": seconds, "exposed": {}, "hidden": 0.0, "update_seconds": 0.0, "update_exposed": {}, "sent_bytes": 0.0, **fields})
 
