@@ -20,7 +20,7 @@ from graphacc.passes.stages.units import FLOPS_PER_BYTE, Forward, Unit, cuts, fo
 from graphacc.strategy.spec import Strategy
 
 _BROKEN_BLOCK = 0.01  # of a chunk's mean cost, for a cut inside of a block, which costs no time, but whole blocks are easier to follow;
-_BROKEN_WIDE = 0.1  # for one that sends more than cuts between blocks do: among other values, what backward reads on both sides
+_BROKEN_WIDE = 0.1  # for one that sends more than the cuts around the block do: among other values, what backward reads on both sides
 _MOVED_PARAMETER = 1e3  # flops per byte of a parameter that lies on another stage
 
 
@@ -173,7 +173,7 @@ def dealt(
 
 def _evened(edges: list[int], own: Sequence[float], entry: Sequence[float], num_stages: int) -> list[int]:
     """Edges by which stages of several chunks cost alike: a unit passes from one chunk to another, and each chunk between them passes one on, as long as that helps."""
-    total = sum(own)
+    total = sum(own) or 1.0
     so_far = np.concatenate([[0.0], np.cumsum(own)]) / total
     dues = np.array([*entry, 0.0]) / total
     place = np.arange(len(edges))
@@ -199,12 +199,14 @@ def _evened(edges: list[int], own: Sequence[float], entry: Sequence[float], num_
 def _entry_costs(found: Sequence[Unit], num_chunks: int) -> list[float]:
     """What a chunk pays for the cut before it, by the unit that it starts with."""
     mean = sum(unit.cost for unit in found) / num_chunks
-    inside = [bool(before.block) and before.block == unit.block for before, unit in itertools.pairwise(found)]
-    usual = max((unit.crossing_bytes for unit, is_inside in zip(found[1:], inside) if not is_inside), default=0.0)
-    costs = [0.0]
-    for unit, is_inside in zip(found[1:], inside):
-        share = 0.0 if not is_inside else _BROKEN_WIDE if unit.crossing_bytes > usual else _BROKEN_BLOCK
-        costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + share * mean)
+    inside = [False, *(bool(before.block) and before.block == unit.block for before, unit in itertools.pairwise(found))]
+    edges = [i for i, is_inside in enumerate(inside) if not is_inside]
+    costs, edge = [], 0  # the last one of these so far
+    for i, (unit, is_inside) in enumerate(zip(found, inside)):
+        edge += edge + 1 < len(edges) and edges[edge + 1] <= i
+        around = [found[at].crossing_bytes for at in edges[edge : edge + 2] if at]
+        share = 0.0 if not is_inside else _BROKEN_BLOCK if unit.crossing_bytes <= max(around, default=0.0) else _BROKEN_WIDE
+        costs.append(FLOPS_PER_BYTE * unit.crossing_bytes + share * mean if i else 0.0)
     return costs
 
 
