@@ -112,14 +112,15 @@ def _with_pins(forward: Forward, places: list[int], pins: Mapping[torch.fx.Node,
 def _balanced(found: Sequence[Unit], allowed: Sequence[set[int]], strategy: Strategy, homes: Mapping[str, int]) -> list[int]:
     """Edges of the chunks in the list of units, as pins and the places of parameters let them be."""
     num_chunks = strategy.pp * strategy.chunks
+    plain = None if strategy.stages else dealt(found, num_chunks, strategy.pp)
+    if plain is not None and not any(_moved(unit, chunk % strategy.pp, homes) for chunk, (first, last) in enumerate(itertools.pairwise(plain)) for unit in found[first:last]):
+        return plain
+    dear = 1.0 if strategy.chunks == 1 else 1e3  # of several chunks a stage has, it is not the dearest that is waited for
 
     def costs(unit: Unit, chunk: int) -> float:
-        return unit.cost + _moved(unit, chunk % strategy.pp, homes)
+        return unit.cost + dear * _moved(unit, chunk % strategy.pp, homes)
 
-    if not homes and not strategy.stages:
-        edges = dealt(found, num_chunks, strategy.pp)
-    else:
-        edges = dealt(found, num_chunks, strategy.pp, costs, lambda place, chunk: not allowed[place] - {chunk})
+    edges = dealt(found, num_chunks, strategy.pp, costs, lambda place, chunk: not allowed[place] - {chunk})
     if edges is None:
         raise StrategyError(
             f"stages={dict(strategy.stages)} leaves no way to give each of the {num_chunks} chunks a part of the model, in "

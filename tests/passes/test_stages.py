@@ -218,6 +218,15 @@ def test_parameters_stay_where_they_are():
     assert chunks_of([32] * 4, Strategy(pp=2), homes) == [{"0", "1", "2"}, {"3"}]
 
 
+@pytest.mark.parametrize("widths", [[32] * 4, [32] * 6 + [80], [80] + [32] * 9], ids=["equal", "dear end", "dear beginning"])
+def test_later_programs_lie_where_the_first_one_does(widths):
+    """Also where stages have several chunks, which are dealt out by more than the dearest one."""
+    strategy = Strategy(pp=2, schedule="interleaved", chunks=2)
+    chunks = chunks_of(widths, strategy)
+    homes = {f"layers.{layer}.{j}.{kind}": chunk % 2 for chunk, layers in enumerate(chunks) for layer in layers for j in (0, 2) for kind in ("weight", "bias")}
+    assert chunks_of(widths, strategy, homes) == chunks
+
+
 def test_pins():
     assert chunks_of([32] * 4, Strategy(pp=2, stages={"layers.0": 0, "layers.1": 1})) == [{"0"}, {"1", "2", "3"}]
     assert chunks_of([32] * 4, Strategy(pp=2, stages={"layers.2": 0})) == [{"0", "1", "2"}, {"3"}]
