@@ -24,6 +24,7 @@ from graphacc.search.cost import RETURNED
 from graphacc.strategy import Strategy
 from graphacc.strategy.schedules import build_schedule, dispatch_order
 
+_UPDATE = "update"
 _OF_MOVES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "permute": "collective-permute"}
 
 
@@ -72,7 +73,7 @@ def check_plan(search: Search, plan: Plan) -> PlanCheck:
     """
     strategy, estimate = plan.strategy, plan.estimate
     graphs = _graphs(search, strategy)
-    parts = [_Part(part.name, _by_spmd(search, strategy), part.stage, part.runs) for part in graphs] if strategy.tp_by == "spmd" else graphs
+    parts = graphs if strategy.tp_by != "spmd" else [_Part(part.name, _by_spmd(search, strategy, part.name), part.stage, part.runs) for part in graphs]
     mesh = _mesh(plan)
     programs = {part: Program.build(part.step, mesh, cache_dir=None, memory_plan="xla") for part in parts}
     planned, compiled = collections.Counter(), collections.Counter()
@@ -114,7 +115,7 @@ def _graphs(search: Search, strategy: Strategy) -> list[_Part]:
     update = None if strategy.offload is not None else search.update
     if strategy.pp == 1:
         parts = [_Part("forward and backward", search.program_of(strategy), runs=count)]
-        return parts if update is None else [*parts, _Part("update", search.local(update, strategy))]
+        return parts if update is None else [*parts, _Part(_UPDATE, search.local(update, strategy))]
     parts = [_part(segment, count) for segment in search.segments_of(strategy)]
     if update is None:
         return parts
@@ -136,10 +137,10 @@ def _homes(parts: Sequence[_Part]) -> dict[str, int]:
     return reads | gives
 
 
-def _by_spmd(search: Search, strategy: Strategy) -> HloStep:
-    step, splits = search.step_of(strategy).copy(), search.splits_of(strategy)
-    assert splits is not None, f"{strategy} has no tp"
-    return spmd_step(step, strategy, splits=splits, batch_dims=search.dims_of(step))[0]
+def _by_spmd(search: Search, strategy: Strategy, name: str) -> HloStep:
+    captured, splits = search.update if name == _UPDATE else search.step_of(strategy), search.splits_of(strategy)
+    assert captured is not None and splits is not None, f"{strategy} has no tp"
+    return spmd_step(captured.copy(), strategy, splits=splits, batch_dims=search.dims_of(captured))[0]
 
 
 # ---- their memory

@@ -85,6 +85,13 @@ def test_a_step_of_several_programs(strategy):
     assert (check.fullest and f"; fullest in {check.fullest}" in str(check)) or "offload" in strategy  # where the host updates there is one program
 
 
+@pytest.mark.matrix
+def test_several_programs_by_spmd():
+    """Forward and backward, and the update, each by XLA's partitioner."""
+    check = check_plan(*planned("cpu:8", "tp=2,fsdp=2,dp=2,tp_by=spmd,microbatches=2"))
+    assert check.argument_bytes[0] == pytest.approx(check.argument_bytes[1], rel=0.002) and check.fullest in ("forward and backward", "update")
+
+
 @pytest.mark.skipif(compat.cuda_library() is None, reason="JAX's CUDA plugin is not installed")
 @pytest.mark.parametrize("strategy", SEVERAL_PROGRAMS)
 def test_several_programs_for_gpus_that_are_not_here(strategy):
