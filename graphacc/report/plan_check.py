@@ -86,7 +86,8 @@ def check_plan(search: Search, plan: Plan) -> PlanCheck:
     for part, program in programs.items():
         for item in read_collectives(program.hlo_text(), mesh):
             compiled[item.kind] += part.runs * item.size_bytes
-    arguments, temporaries, fullest = max((_memory(stage, programs, _order(parts, strategy), strategy.microbatches) for stage in range(strategy.pp)), key=lambda found: found[0] + found[1])
+    order = _order(parts, strategy)
+    arguments, temporaries, fullest = max((_memory(stage, programs, order, strategy.microbatches) for stage in range(strategy.pp)), key=lambda found: found[0] + found[1])
     return PlanCheck(
         argument_bytes=(estimate.parameter_bytes + estimate.state_bytes + estimate.other_bytes, arguments),
         temporary_bytes=(estimate.temporary_bytes, temporaries),

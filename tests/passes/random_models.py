@@ -1,6 +1,6 @@
 """Random models: each is a list of layers drawn from a seed, whose step is partitioned and run rank by rank, and compared with the step as it was captured.
 
-    python tests/passes/random_models.py COUNT FIRST_SEED [STRATEGY ...]
+    PYTHONPATH=tests python tests/passes/random_models.py COUNT FIRST_SEED [STRATEGY ...]
 
 runs many, each under the strategies (without: under four drawn from `STRATEGIES`), prints those that differ or that end with an error that is not ours, and fails
 if there is one. Everything is computed in float64, so that rounding hides nothing.
@@ -38,7 +38,7 @@ TOLERANCE = 1e-8
 
 @dataclasses.dataclass
 class Value:
-    """A value of the model: its shape, and what its dims are, of "b" samples, "t" tokens, "d" features, "h" heads, "c" channels."""
+    """A value of the model: its shape, and what its dims are, of "b" samples, "t" tokens, "d" features, "c" channels, "h" and "w" their places."""
 
     index: int
     kinds: str
@@ -84,7 +84,6 @@ class Drawn:
         self.choose = random.Random(seed)
         self.tokens = self.choose.choice([8, 8, 16, 12, 6, 9])
         self.width = self.choose.choice([8, 16, 16, 24, 12, 10])
-        self.heads = self.choose.choice([h for h in (1, 2, 4, 8, 3, 5) if self.width % h == 0])
         self.vocabulary = self.choose.choice([32, 24, 30, 17])
         self.values = [Value(0, "bt", (BATCH, self.tokens)), Value(1, "btd", (BATCH, self.tokens, self.width))]
         self.layers: list[Layer] = []

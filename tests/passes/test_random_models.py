@@ -1,4 +1,4 @@
-"""Random models under random strategies: partitioned steps give what the whole ones do, in float64. `python tests/passes/random_models.py COUNT SEED` runs others."""
+"""Random models under random strategies: partitioned steps give what the whole ones do, in float64. `random_models.py` runs others."""
 
 import pytest
 import random_models
