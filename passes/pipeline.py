@@ -22,7 +22,7 @@ from graphacc.passes.communication import (
     quantized_scatter_pass,
     secondary_partition_pass,
 )
-from graphacc.passes.experts import ATTACH_EXPERTS, expert_parallel_pass, find_experts
+from graphacc.passes.experts import ATTACH_EXPERTS, ORDER_ROWS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.loss_chunks import chunk_pass, mark_heads_pass, needs_chunks
 from graphacc.passes.narrow import NARROW_PARAMETERS
@@ -76,6 +76,8 @@ def build_pipeline(
     axes = split_axes(step, strategy, batch_dims)
     along = {axis: batch_dims_along(axis, axes, batch_dims) for axis in DATA_AXES}
     passes = [DEAD_CODE, COMMON_SUBEXPRESSIONS, SUM_ONE_HOTS, ATTACH_ATTENTION, ATTACH_EXPERTS]
+    if not strategy.sequence_parallel:  # where tokens are gathered for their experts before they are copied
+        passes.append(ORDER_ROWS)
     if strategy.offload is not None:
         passes.append(NARROW_PARAMETERS)
     if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):

@@ -1,4 +1,4 @@
-"""GPT-2's (or a Llama's) training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
+"""GPT-2's (or a Llama's, or a Mixtral's) training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
 
 import torch
 import transformers
@@ -32,6 +32,16 @@ def llama(*, layers: int, width: int, length: int, vocabulary: int, factor: int 
         num_key_value_heads=width // 64, intermediate_size=factor * width, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def mixtral(*, layers: int, width: int, length: int, vocabulary: int) -> nn.Module:
+    """With two experts, whose MLPs are as wide as the model: all matrices that go up together are as large as one that is four times as wide."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 64, intermediate_size=width, num_local_experts=2, num_experts_per_tok=1, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
 
 
 def captured(model: nn.Module, length: int, precision: str = "fp32") -> StepGraph:

@@ -39,8 +39,9 @@ def read_often(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_fenced, default=lambda x: x) if x.size and not is_partitioned() else x
 
 
-def multiplied_often(x: jax.Array) -> jax.Array:
-    """`x`, which several products read: XLA:GPU would copy it for each, such as the gradients of queries, keys and values behind one another."""
+def stored_on_gpus(x: jax.Array) -> jax.Array:
+    """`x`, which XLA:GPU would copy for each of several products that read it, such as the gradients of queries, keys and values behind one another; or would compute
+    again in each reader out of something larger, which stays for them, such as rows out of the buckets in which they were sent."""
     return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x) if x.size else x
 
 

@@ -54,7 +54,7 @@ _SEEN_THROUGH = VIEWS | {_AFTER}
 _WAY = VIEWS | {aten.cat.default, aten.constant_pad_nd.default, operator.getitem}
 _ADDED = _WAY | {aten.add.Tensor}
 """On their way to a gradient of a parameter that is used twice, as a tied head is."""
-_PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default}
+_PRODUCTS = of_kind(OpKind.PRODUCT) | {aten.convolution_backward.default, torch.ops.graphacc.grouped_mm_weight_grad.default}
 
 
 def release(step: StepGraph, log: Log) -> StepGraph:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from graphacc.lowering.fence import stored_on_gpus
 from graphacc.lowering.registry import register
 from graphacc.lowering.rules.matmul import grouped_dot, grouped_outer
 
@@ -71,4 +72,4 @@ def _unbucket_rows(ctx, buckets, ids, per_bucket):
     bucket, starts = _buckets(ids, per_bucket, num_buckets)
     slot = jnp.argsort(_order(bucket)) - _take(starts, bucket)
     taken = _take(buckets.reshape(num_buckets * capacity, *buckets.shape[2:]), bucket * capacity + slot)
-    return _where_rows((bucket < num_buckets) & (slot < capacity), taken, np.zeros((), buckets.dtype))
+    return stored_on_gpus(_where_rows((bucket < num_buckets) & (slot < capacity), taken, np.zeros((), buckets.dtype)))

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from graphacc.lowering.dtypes import cast, to_jax
-from graphacc.lowering.fence import multiplied_often
+from graphacc.lowering.fence import stored_on_gpus
 from graphacc.lowering.registry import register
 from graphacc.ops.facts import product_readers
 
@@ -142,7 +142,7 @@ def cat(ctx, tensors, dim=0):
     if not pieces:
         return jnp.zeros(ctx.shape, ctx.dtype)
     joined = lax.concatenate(pieces, dim % len(ctx.shape))
-    return multiplied_often(joined) if product_readers(ctx.node) > 1 else joined
+    return stored_on_gpus(joined) if product_readers(ctx.node) > 1 else joined
 
 
 @register("aten.stack.default")

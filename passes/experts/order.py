@@ -1,0 +1,217 @@
+"""The pass: every value of routed rows is computed in the order, of tokens or of experts, in which the fewest bytes change their order.
+
+Products of experts need rows sorted by expert. What is done row by row around them, such as a mixture's weighting of what its experts give, can be done
+in either order, since ``f(sort(x)) = sort(f(x))``. Models do it wherever it was easiest to write: Mixtral's weights multiply sorted rows, and widen
+them to the weights' dtype before they are put back. Under `ep` a change of order is an exchange between ranks, and sorted rows take the room of all
+rows that a rank may be sent; on one device it is a copy.
+
+Which order is a minimum cut (networkx): the values that products make or read lie on one side, the values that anything else makes or reads on the
+other, and a value that is made on one side and read on the other costs its bytes, once. Mixtral in bf16 sends 8 bytes an element of its rows
+in forward and backward so, and 12 as it is written. Results stay the same bit for bit.
+
+Legend: M rows.
+"""
+
+import collections
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, cast
+
+import networkx
+import torch
+from torch import fx
+
+from graphacc.graph import StepGraph
+from graphacc.ops.facts import OpKind, facts, of_kind
+from graphacc.passes.cleanup import remove_dead_code
+from graphacc.passes.edit import Editor, infer, shape_of
+from graphacc.passes.partition.placement import size_bytes
+from graphacc.passes.runner import Log, Pass
+
+aten, ops = torch.ops.aten, torch.ops.graphacc
+_SORT, _UNSORT = ops.sort_rows.default, ops.unsort_rows.default
+_ALONG_DIMS = of_kind(OpKind.PART) | {aten.cat.default, aten.sum.dim_IntList, aten.mean.dim}
+"""Operators that keep rows apart unless they work along dim 0; their second argument is the dim, or dims."""
+_LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.embedding.default)
+"""Operators that look up what is at each index along dim 0 of a table."""
+_KEEPS_ROWS = frozenset({OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZE})
+"""Kinds of operators whose results have the rows of their operands, where they have as many."""
+
+
+class Order(enum.Enum):
+    """Of the rows of a value."""
+
+    SORTED = "by expert"
+    TOKENS = "as the tokens come"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What a node holds: the rows of a value, which is the same in either order."""
+
+    value: fx.Node
+    order: Order
+
+
+class _Use(NamedTuple):
+    user: fx.Node
+    operand: fx.Node
+    held: _Held
+
+
+class _Routing:
+    """The values of rows with the same ids, and who reads them."""
+
+    def __init__(self, ids: fx.Node):
+        self.ids = ids
+        self.held: dict[fx.Node, _Held] = {}
+        self.made: dict[fx.Node, Order] = {}  # values that can be made in one order alone
+        self.uses: list[_Use] = []
+
+    @property
+    def values(self) -> dict[fx.Node, Order]:
+        """Value -> the order in which it is made now."""
+        return {node: held.order for node, held in self.held.items() if held.value is node}
+
+    def is_free(self, node: fx.Node) -> bool:
+        return node in self.held and self.held[node].value is node and node not in self.made
+
+    def read(self, node: fx.Node, is_free: bool) -> None:
+        """Note a call, in the order of the graph.
+
+        Args:
+            is_free: no other routing chooses its order.
+        """
+        if node.target in (_SORT, _UNSORT) and _ids_of(node) is self.ids and self._turns(node):
+            return
+        self.uses += [_Use(node, operand, self.held[operand]) for operand in node.all_input_nodes if operand in self.held]
+        orders = {self.held[operand].order for operand in node.all_input_nodes if operand in self.held}
+        if node.target is ops.grouped_mm.default and orders == {Order.SORTED} and node.all_input_nodes[0] in self.held:
+            self._make(node, Order.SORTED)
+        elif is_free and len(orders) == 1 and self._is_row_by_row(node):
+            self.held[node] = _Held(node, *orders)
+
+    def _turns(self, node: fx.Node) -> bool:
+        """Whether a sort, or its inverse, gives a value that is known in the other order."""
+        rows = node.all_input_nodes[0]
+        before, after = (Order.TOKENS, Order.SORTED) if node.target is _SORT else (Order.SORTED, Order.TOKENS)
+        if rows not in self.held and rows.meta["val"].is_contiguous():
+            self._make(rows, before)
+        if rows not in self.held or self.held[rows].order is not before:
+            return False
+        self.held[node] = _Held(self.held[rows].value, after)
+        return True
+
+    def _make(self, node: fx.Node, order: Order) -> None:
+        self.held[node], self.made[node] = _Held(node, order), order
+
+    def _is_row_by_row(self, node: fx.Node) -> bool:
+        """Whether every row of a result is computed of the same row of each operand that has rows, and of nothing else that has any."""
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.shape[:1] != self.ids.meta["val"].shape:
+            return False
+        if node.target in _ALONG_DIMS:
+            dims = _listed(node.args[1] if len(node.args) > 1 else 0)
+            rank = len(shape_of(node.all_input_nodes[0]))
+            return bool(dims) and all(isinstance(dim, int) and dim % rank for dim in dims) and self.held.keys() >= set(node.all_input_nodes)
+        if node.target in _LOOKUPS:
+            table, *others = node.all_input_nodes
+            return table not in self.held and _listed(node.args[1])[:1] == others
+        if facts(node.target).kind in _KEEPS_ROWS:
+            return shape_of(node.all_input_nodes[0])[:1] == shape_of(self.ids)
+        if node.target is not aten.expand.default and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+        return all(self._fits(operand, value) for operand in node.all_input_nodes)
+
+    def _fits(self, operand: fx.Node, result: torch.Tensor) -> bool:
+        """Whether an operand has the rows of a result along the same dim, or is the same for all of them."""
+        given = operand.meta["val"]
+        return given.dim() == result.dim() if operand in self.held else given.dim() < result.dim() or given.shape[0] == 1
+
+
+def _ids_of(turn: fx.Node) -> fx.Node:
+    return turn.all_input_nodes[-1]
+
+
+def _listed(argument: object) -> list:
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+
+
+def order_rows(step: StepGraph, log: Log) -> StepGraph:
+    """Choose the order of every value of every routing."""
+    for routing in _routings(step):
+        chosen = _cheapest(routing)
+        if _turned_bytes(routing, chosen) < _turned_bytes(routing, routing.values):
+            _write(step, routing, chosen)
+            log.rewrote()
+    return remove_dead_code(step, Log()) if log.rewrites else step
+
+
+def _routings(step: StepGraph) -> Collection[_Routing]:
+    found: dict[fx.Node, _Routing] = {}
+    holders: dict[fx.Node, list[_Routing]] = collections.defaultdict(list)
+    for node in step.graph.nodes:
+        concerned = {routing: None for operand in node.all_input_nodes if operand in holders for routing in holders[operand]}
+        if node.target in (_SORT, _UNSORT) and len(shape_of(ids := _ids_of(node))) == 1 and shape_of(ids) != [1]:
+            concerned[found.setdefault(ids, _Routing(ids))] = None
+        for routing in concerned:
+            before = len(routing.held)
+            routing.read(node, is_free=node not in holders)
+            for held in itertools.islice(routing.held, before, None):
+                holders[held].append(routing)
+    return found.values()
+
+
+ORDER_ROWS = Pass(name="order-rows", exact=True, optional=True, run=order_rows)
+
+
+def _turned_bytes(routing: _Routing, orders: Mapping[fx.Node, Order]) -> int:
+    """Bytes of all values that are read in the order in which they are not made."""
+    turned = {use.held.value for use in routing.uses if _wanted(routing, use, orders) is not orders[use.held.value]}
+    return sum(_size_bytes(value) for value in turned)
+
+
+def _size_bytes(value: fx.Node) -> int:
+    return size_bytes(tuple(shape_of(value)), value.meta["val"].dtype)
+
+
+def _wanted(routing: _Routing, use: _Use, orders: Mapping[fx.Node, Order]) -> Order:
+    return orders[use.user] if routing.is_free(use.user) else use.held.order
+
+
+def _cheapest(routing: _Routing) -> dict[fx.Node, Order]:
+    """The order of every value for which the fewest bytes change theirs; of equals, that with the fewest sorted ones."""
+    network = networkx.DiGraph()  # what flows from tokens to experts; an edge without a capacity is not cut
+    network.add_nodes_from(Order)
+    for value, order in routing.made.items():
+        network.add_edge(*((value, Order.SORTED) if order is Order.SORTED else (Order.TOKENS, value)))
+    for use in routing.uses:
+        value, size = use.held.value, _size_bytes(use.held.value)
+        user = use.user if routing.is_free(use.user) else use.held.order
+        network.add_edge(value, (value, "sorted"), capacity=size)
+        network.add_edge((value, "sorted"), user)
+        network.add_edge(user, (value, "put back"))
+        network.add_edge((value, "put back"), value, capacity=size)
+    _, (_, by_expert) = networkx.minimum_cut(network, Order.TOKENS, Order.SORTED)  # the nodes from which flow could still reach the end: the smallest such side
+    return {value: Order.SORTED if value in by_expert else Order.TOKENS for value in routing.values}
+
+
+def _write(step: StepGraph, routing: _Routing, orders: Mapping[fx.Node, Order]) -> None:
+    """Every user reads the order that it wants; a value that some read in its other order is turned in front of the first of them."""
+    turned: dict[fx.Node, fx.Node] = {}
+    for user, group in itertools.groupby(routing.uses, key=lambda use: use.user):
+        uses, new = list(group), {}
+        edit = Editor(step.graph, user, like=uses[0].held.value if user.op == "output" else None)
+        for use in uses:
+            value, wanted = use.held.value, _wanted(routing, use, orders)
+            if wanted is not orders[value] and value not in turned:
+                turned[value] = edit(_SORT if wanted is Order.SORTED else _UNSORT, value, routing.ids)
+            read = value if wanted is orders[value] else turned[value]
+            if use.operand.meta["val"].is_contiguous() and not read.meta["val"].is_contiguous():
+                read = edit(aten.clone.default, read, memory_format=torch.contiguous_format)
+            new[use.operand] = read
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: new.get(node, node))
+        if routing.is_free(user):
+            user.meta["val"] = infer(cast(Callable, user.target), user.args, user.kwargs)
