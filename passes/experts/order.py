@@ -12,20 +12,17 @@ in forward and backward so, and 12 as it is written. Results stay the same bit f
 Legend: M rows.
 """
 
-import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
-import networkx
 import torch
 from torch import fx
 
 from graphacc.graph import StepGraph
 from graphacc.ops.facts import OpKind, facts, of_kind
-from graphacc.passes.cleanup import remove_dead_code
 from graphacc.passes.edit import Editor, infer, shape_of
 from graphacc.passes.partition.placement import size_bytes
 from graphacc.passes.runner import Log, Pass
@@ -64,11 +61,13 @@ class _Use(NamedTuple):
 class _Routing:
     """The values of rows with the same ids, and who reads them."""
 
-    def __init__(self, ids: fx.Node):
+    def __init__(self, step: StepGraph, ids: fx.Node):
         self.ids = ids
         self.held: dict[fx.Node, _Held] = {}
         self.made: dict[fx.Node, Order] = {}  # values that can be made in one order alone
         self.uses: list[_Use] = []
+        for node in step.graph.nodes:
+            self._read(node, node.all_input_nodes)
 
     @property
     def values(self) -> dict[fx.Node, Order]:
@@ -78,19 +77,17 @@ class _Routing:
     def is_free(self, node: fx.Node) -> bool:
         return node in self.held and self.held[node].value is node and node not in self.made
 
-    def read(self, node: fx.Node, is_free: bool) -> None:
-        """Note a call, in the order of the graph.
-
-        Args:
-            is_free: no other routing chooses its order.
-        """
+    def _read(self, node: fx.Node, operands: list[fx.Node]) -> None:
         if node.target in (_SORT, _UNSORT) and _ids_of(node) is self.ids and self._turns(node):
             return
-        self.uses += [_Use(node, operand, self.held[operand]) for operand in node.all_input_nodes if operand in self.held]
-        orders = {self.held[operand].order for operand in node.all_input_nodes if operand in self.held}
-        if node.target is ops.grouped_mm.default and orders == {Order.SORTED} and node.all_input_nodes[0] in self.held:
+        read = [_Use(node, operand, self.held[operand]) for operand in operands if operand in self.held]
+        if not read:
+            return
+        self.uses += read
+        orders = {use.held.order for use in read}
+        if node.target is ops.grouped_mm.default and orders == {Order.SORTED} and operands[0] in self.held:
             self._make(node, Order.SORTED)
-        elif is_free and len(orders) == 1 and self._is_row_by_row(node):
+        elif len(orders) == 1 and self._is_row_by_row(node):
             self.held[node] = _Held(node, *orders)
 
     def _turns(self, node: fx.Node) -> bool:
@@ -140,28 +137,16 @@ def _listed(argument: object) -> list:
 
 
 def order_rows(step: StepGraph, log: Log) -> StepGraph:
-    """Choose the order of every value of every routing."""
-    for routing in _routings(step):
+    """Choose the order of every value of every routing, of one after the other: they may have values in common."""
+    for ids in dict.fromkeys(_ids_of(node) for node in step.graph.nodes if node.target in (_SORT, _UNSORT)):
+        if len(shape_of(ids)) != 1 or shape_of(ids) == [1]:
+            continue
+        routing = _Routing(step, ids)
         chosen = _cheapest(routing)
         if _turned_bytes(routing, chosen) < _turned_bytes(routing, routing.values):
             _write(step, routing, chosen)
             log.rewrote()
-    return remove_dead_code(step, Log()) if log.rewrites else step
-
-
-def _routings(step: StepGraph) -> Collection[_Routing]:
-    found: dict[fx.Node, _Routing] = {}
-    holders: dict[fx.Node, list[_Routing]] = collections.defaultdict(list)
-    for node in step.graph.nodes:
-        concerned = {routing: None for operand in node.all_input_nodes if operand in holders for routing in holders[operand]}
-        if node.target in (_SORT, _UNSORT) and len(shape_of(ids := _ids_of(node))) == 1 and shape_of(ids) != [1]:
-            concerned[found.setdefault(ids, _Routing(ids))] = None
-        for routing in concerned:
-            before = len(routing.held)
-            routing.read(node, is_free=node not in holders)
-            for held in itertools.islice(routing.held, before, None):
-                holders[held].append(routing)
-    return found.values()
+    return step
 
 
 ORDER_ROWS = Pass(name="order-rows", exact=True, optional=True, run=order_rows)
@@ -183,6 +168,8 @@ def _wanted(routing: _Routing, use: _Use, orders: Mapping[fx.Node, Order]) -> Or
 
 def _cheapest(routing: _Routing) -> dict[fx.Node, Order]:
     """The order of every value for which the fewest bytes change theirs; of equals, that with the fewest sorted ones."""
+    import networkx  # it takes a fifth of a second, and most models have no experts
+
     network = networkx.DiGraph()  # what flows from tokens to experts; an edge without a capacity is not cut
     network.add_nodes_from(Order)
     for value, order in routing.made.items():
@@ -215,3 +202,6 @@ def _write(step: StepGraph, routing: _Routing, orders: Mapping[fx.Node, Order]) 
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: new.get(node, node))
         if routing.is_free(user):
             user.meta["val"] = infer(cast(Callable, user.target), user.args, user.kwargs)
+    for node in reversed([node for node, held in routing.held.items() if held.value is not node]):
+        if not node.users:  # what it turns may be in its other order now
+            step.graph.erase_node(node)

@@ -1,5 +1,7 @@
 """Rows of experts are turned where they are smallest: which values a routing has, the choice of their order, and that nothing else changes."""
 
+import random
+
 import pytest
 import torch
 import zoo
@@ -86,6 +88,21 @@ def test_a_value_that_both_orders_need_is_turned_once():
     assert turned(after) == [("sort_rows", torch.float32, (M, D)), ("unsort_rows", torch.float32, (M, D)), ("sort_rows", torch.float32, (M, D))]
 
 
+def test_two_routings_of_the_same_tokens():
+    """What one of them puts in another order is not what the other one takes it for."""
+
+    def function(x, ids, w, weights, others):
+        weights = weights.double().unsqueeze(1)
+        first = product(x, ids, w) * ops.sort_rows(weights, ids)
+        tokens = ops.unsort_rows(first, ids)
+        second = product(tokens.float(), others, w) * ops.sort_rows(weights, others)
+        both = ops.sort_rows(ops.unsort_rows(second, others) * tokens, ids)
+        return ops.unsort_rows(both * first, ids), ops.unsort_rows(second * ops.sort_rows(tokens, others), others), both.sum(0)
+
+    before, after = ordered(function, torch.rand(M), torch.randint(0, E, (M,), generator=torch.Generator().manual_seed(1)))
+    assert len(turned(after)) < len(turned(before))
+
+
 def test_a_bias_is_looked_up_by_the_ids_in_either_order():
     def function(x, ids, w, bias, weights):
         rows = product(x, ids, w) + bias[ops.sort_rows(ids, ids)]
@@ -139,6 +156,42 @@ def test_rows_that_do_not_lie_densely():
         return back.view(M // 2, D), ops.unsort_rows(rows[:, :1] + 1, ids).view(-1), rows
 
     ordered(function, torch.randn(D, M))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rows_of_two_routings(seed):
+    """Rows in three orders, of tokens and of two routings, and operators of every kind between them and within each."""
+    rng = random.Random(seed)
+    steps = [(rng.choice("unary binary binary column column turn turn turn product reads".split()), *(rng.randrange(1 << 20) for _ in range(4))) for _ in range(24)]
+    unary = [torch.relu, lambda x: x.double(), lambda x: x.float(), lambda x: x.float().cumsum(0), lambda x: torch.cat([x[:, 1:], x[:, :1]], 1), lambda x: x - x.mean(1, keepdim=True), lambda x: x.view(M, 2, D // 2).sum(1).repeat(1, 2)]
+
+    def function(x, ids, w, others, column, bias):
+        routed = [None, ids, others]
+        pools = [[x, x * 2], [ops.sort_rows(x, ids)], [ops.sort_rows(x, others)]]
+        results = []
+        for kind, a, b, c, d in steps:
+            order = a % 3
+            pool = pools[order]
+            value, other = pool[b % len(pool)], pool[c % len(pool)]
+            if kind == "unary":
+                pool.append(unary[d % len(unary)](value))
+            elif kind == "binary":
+                pool.append(value * other if d % 2 else value + other)
+            elif kind == "column":
+                factor = column if not order else ops.sort_rows(column, routed[order])
+                pool.append(value * factor.unsqueeze(1) + (bias[routed[order or 1]] if not order else bias[ops.sort_rows(routed[order], routed[order])]))
+            elif kind == "turn" and order:
+                pools[0].append(ops.unsort_rows(value, routed[order]))
+            elif kind == "turn":
+                pools[1 + d % 2].append(ops.sort_rows(value, routed[1 + d % 2]))
+            elif kind == "product" and order:
+                pool.append(ops.grouped_mm(value.float(), w, ops.expert_offsets(routed[order], E)))
+            elif kind == "reads":
+                results.append(value.sum(0))
+        return (*results, *(pool[-1] for pool in pools), *(ops.unsort_rows(pools[i][-1], routed[i]) for i in (1, 2)))
+
+    others = torch.randint(0, E, (M,), generator=torch.Generator().manual_seed(1))
+    ordered(function, others, torch.rand(M), torch.randn(E, D))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
