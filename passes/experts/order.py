@@ -15,7 +15,7 @@ Legend: M rows.
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -61,12 +61,13 @@ class _Use(NamedTuple):
 class _Routing:
     """The values of rows with the same ids, and who reads them."""
 
-    def __init__(self, step: StepGraph, ids: fx.Node):
+    def __init__(self, ids: fx.Node, turns: Sequence[fx.Node]):
+        """`turns`: the sorts by these ids, and their inverses."""
         self.ids = ids
         self.held: dict[fx.Node, _Held] = {}
         self.made: dict[fx.Node, Order] = {}  # values that can be made in one order alone
         self.uses: list[_Use] = []
-        for node in step.graph.nodes:
+        for node in sorted(self._readers(turns)):
             self._read(node, node.all_input_nodes)
 
     @property
@@ -76,6 +77,18 @@ class _Routing:
 
     def is_free(self, node: fx.Node) -> bool:
         return node in self.held and self.held[node].value is node and node not in self.made
+
+    def _readers(self, turns: Sequence[fx.Node]) -> set[fx.Node]:
+        """The calls that may read rows of this routing: of what is turned, and of what follows with as many rows."""
+        found, left = set(turns), [*turns, *(turn.all_input_nodes[0] for turn in turns)]
+        while left:
+            for user in left.pop().users:
+                if user not in found:
+                    found.add(user)
+                    value = user.meta.get("val")
+                    if isinstance(value, torch.Tensor) and value.shape[:1] == self.ids.meta["val"].shape:
+                        left.append(user)
+        return found
 
     def _read(self, node: fx.Node, operands: list[fx.Node]) -> None:
         if node.target in (_SORT, _UNSORT) and _ids_of(node) is self.ids and self._turns(node):
@@ -141,7 +154,7 @@ def order_rows(step: StepGraph, log: Log) -> StepGraph:
     for ids in dict.fromkeys(_ids_of(node) for node in step.graph.nodes if node.target in (_SORT, _UNSORT)):
         if len(shape_of(ids)) != 1 or shape_of(ids) == [1]:
             continue
-        routing = _Routing(step, ids)
+        routing = _Routing(ids, [node for node in ids.users if node.target in (_SORT, _UNSORT) and _ids_of(node) is ids])
         chosen = _cheapest(routing)
         if _turned_bytes(routing, chosen) < _turned_bytes(routing, routing.values):
             _write(step, routing, chosen)
