@@ -31,6 +31,7 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ATTENTION = torch.ops.graphacc.flash_attention.default
 ATTENTIONS = frozenset({_ATTENTION, torch.ops.graphacc.flash_attention_backward.default})
 _PRODUCTS = frozenset({_aten.mm.default, torch.ops.graphacc.wide_mm.default})
+_BUCKETS = torch.ops.graphacc.bucket_rows.default
 _GRADIENTS = _PRODUCTS | {torch.ops.graphacc.grouped_mm_weight_grad.default}
 """Products of which a parameter's gradient can be one."""
 _ORDERED = of_kind(OpKind.ORDER)
@@ -93,19 +94,28 @@ def _put_off(step: StepGraph) -> dict[torch.fx.Node, torch.fx.Node]:
 def _for_update(step: StepGraph) -> set[torch.fx.Node]:
     """Products that the backward does not read, what is made for them alone, such as gathered factors, what carries them, and the update.
 
-    A product that is larger than what it is made of in the backward stays in its place, and its way to the update is put off: XLA computes it while something is
-    on its way between ranks, and what carries it last.
+    Where rows go to experts of other ranks and back, XLA computes products meanwhile, and what carries them last: there a product that is larger than what it is made of
+    in the backward stays in its place, and its way to the update is put off.
     """
     products = {node for node in step.graph.nodes if node.target in _GRADIENTS and node.meta.get("phase") is Phase.BACKWARD and not _is_read_by_backward(node)}
-    found = {product for product in products if size_bytes(product) <= max((size_bytes(node) for node in product.all_input_nodes[:2] if node.meta.get("phase") is Phase.BACKWARD), default=0)}
+    found = set(products)
+    if any(node.target is _BUCKETS for node in step.graph.nodes):
+        found = {product for product in products if size_bytes(product) <= _largest_of_backward(product)}
     for node in reversed([*step.graph.nodes]):
         if node.users and node.meta.get("phase") is Phase.BACKWARD and found.issuperset(node.users):
             found.add(node)
+    in_place = products - found
     for node in step.graph.nodes:
         is_way = (node.target in _CARRIES and node.target not in _ORDERED) or "move" in node.meta
-        if node.op == "output" or node.meta.get("phase") is Phase.UPDATE or (is_way and not (found | products).isdisjoint(node.all_input_nodes)):
+        carries = is_way and any(operand in found or operand in in_place for operand in node.all_input_nodes)
+        if carries or node.op == "output" or node.meta.get("phase") is Phase.UPDATE:
             found.add(node)
     return found
+
+
+def _largest_of_backward(product: torch.fx.Node) -> int:
+    """Bytes of the largest factor that the backward has made."""
+    return max((size_bytes(factor) for factor in product.all_input_nodes[:2] if factor.meta.get("phase") is Phase.BACKWARD), default=0)
 
 
 def _is_read_by_backward(gradient: torch.fx.Node) -> bool:
