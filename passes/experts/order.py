@@ -37,7 +37,7 @@ _KEEPS_ROWS = frozenset({OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.SQUEEZ
 """Kinds of operators whose results have the rows of their operands, where they have as many."""
 
 
-class Order(enum.Enum):
+class _Order(enum.Enum):
     """Of the rows of a value."""
 
     SORTED = "by expert"
@@ -49,7 +49,7 @@ class _Held:
     """What a node holds: the rows of a value, which is the same in either order."""
 
     value: fx.Node
-    order: Order
+    order: _Order
 
 
 class _Use(NamedTuple):
@@ -65,13 +65,13 @@ class _Routing:
         """`turns`: the sorts by these ids, and their inverses."""
         self.ids = ids
         self.held: dict[fx.Node, _Held] = {}
-        self.made: dict[fx.Node, Order] = {}  # values that can be made in one order alone
+        self.made: dict[fx.Node, _Order] = {}  # values that can be made in one order alone
         self.uses: list[_Use] = []
         for node in sorted(self._readers(turns)):
             self._read(node, node.all_input_nodes)
 
     @property
-    def values(self) -> dict[fx.Node, Order]:
+    def values(self) -> dict[fx.Node, _Order]:
         """Value -> the order in which it is made now."""
         return {node: held.order for node, held in self.held.items() if held.value is node}
 
@@ -98,15 +98,15 @@ class _Routing:
             return
         self.uses += read
         orders = {use.held.order for use in read}
-        if node.target is ops.grouped_mm.default and orders == {Order.SORTED} and operands[0] in self.held:
-            self._make(node, Order.SORTED)
+        if node.target is ops.grouped_mm.default and orders == {_Order.SORTED} and operands[0] in self.held:
+            self._make(node, _Order.SORTED)
         elif len(orders) == 1 and self._is_row_by_row(node):
             self.held[node] = _Held(node, *orders)
 
     def _turns(self, node: fx.Node) -> bool:
         """Whether a sort, or its inverse, gives a value that is known in the other order."""
         rows = node.all_input_nodes[0]
-        before, after = (Order.TOKENS, Order.SORTED) if node.target is _SORT else (Order.SORTED, Order.TOKENS)
+        before, after = (_Order.TOKENS, _Order.SORTED) if node.target is _SORT else (_Order.SORTED, _Order.TOKENS)
         if rows not in self.held and rows.meta["val"].is_contiguous():
             self._make(rows, before)
         if rows not in self.held or self.held[rows].order is not before:
@@ -114,7 +114,7 @@ class _Routing:
         self.held[node] = _Held(self.held[rows].value, after)
         return True
 
-    def _make(self, node: fx.Node, order: Order) -> None:
+    def _make(self, node: fx.Node, order: _Order) -> None:
         self.held[node], self.made[node] = _Held(node, order), order
 
     def _is_row_by_row(self, node: fx.Node) -> bool:
@@ -165,7 +165,7 @@ def order_rows(step: StepGraph, log: Log) -> StepGraph:
 ORDER_ROWS = Pass(name="order-rows", exact=True, optional=True, run=order_rows)
 
 
-def _turned_bytes(routing: _Routing, orders: Mapping[fx.Node, Order]) -> int:
+def _turned_bytes(routing: _Routing, orders: Mapping[fx.Node, _Order]) -> int:
     """Bytes of all values that are read in the order in which they are not made."""
     turned = {use.held.value for use in routing.uses if _wanted(routing, use, orders) is not orders[use.held.value]}
     return sum(_size_bytes(value) for value in turned)
@@ -175,18 +175,18 @@ def _size_bytes(value: fx.Node) -> int:
     return size_bytes(tuple(shape_of(value)), value.meta["val"].dtype)
 
 
-def _wanted(routing: _Routing, use: _Use, orders: Mapping[fx.Node, Order]) -> Order:
+def _wanted(routing: _Routing, use: _Use, orders: Mapping[fx.Node, _Order]) -> _Order:
     return orders[use.user] if routing.is_free(use.user) else use.held.order
 
 
-def _cheapest(routing: _Routing) -> dict[fx.Node, Order]:
+def _cheapest(routing: _Routing) -> dict[fx.Node, _Order]:
     """The order of every value for which the fewest bytes change theirs; of equals, that with the fewest sorted ones."""
     import networkx  # it takes a fifth of a second, and most models have no experts
 
     network = networkx.DiGraph()  # what flows from tokens to experts; an edge without a capacity is not cut
-    network.add_nodes_from(Order)
+    network.add_nodes_from(_Order)
     for value, order in routing.made.items():
-        network.add_edge(*((value, Order.SORTED) if order is Order.SORTED else (Order.TOKENS, value)))
+        network.add_edge(*((value, _Order.SORTED) if order is _Order.SORTED else (_Order.TOKENS, value)))
     for use in routing.uses:
         value, size = use.held.value, _size_bytes(use.held.value)
         user = use.user if routing.is_free(use.user) else use.held.order
@@ -194,11 +194,11 @@ def _cheapest(routing: _Routing) -> dict[fx.Node, Order]:
         network.add_edge((value, "sorted"), user)
         network.add_edge(user, (value, "put back"))
         network.add_edge((value, "put back"), value, capacity=size)
-    _, (_, by_expert) = networkx.minimum_cut(network, Order.TOKENS, Order.SORTED)  # the nodes from which flow could still reach the end: the smallest such side
-    return {value: Order.SORTED if value in by_expert else Order.TOKENS for value in routing.values}
+    _, (_, by_expert) = networkx.minimum_cut(network, _Order.TOKENS, _Order.SORTED)  # the nodes from which flow could still reach the end: the smallest such side
+    return {value: _Order.SORTED if value in by_expert else _Order.TOKENS for value in routing.values}
 
 
-def _write(step: StepGraph, routing: _Routing, orders: Mapping[fx.Node, Order]) -> None:
+def _write(step: StepGraph, routing: _Routing, orders: Mapping[fx.Node, _Order]) -> None:
     """Every user reads the order that it wants; a value that some read in its other order is turned in front of the first of them."""
     turned: dict[fx.Node, fx.Node] = {}
     for user, group in itertools.groupby(routing.uses, key=lambda use: use.user):
@@ -207,7 +207,7 @@ def _write(step: StepGraph, routing: _Routing, orders: Mapping[fx.Node, Order]) 
         for use in uses:
             value, wanted = use.held.value, _wanted(routing, use, orders)
             if wanted is not orders[value] and value not in turned:
-                turned[value] = edit(_SORT if wanted is Order.SORTED else _UNSORT, value, routing.ids)
+                turned[value] = edit(_SORT if wanted is _Order.SORTED else _UNSORT, value, routing.ids)
             read = value if wanted is orders[value] else turned[value]
             if use.operand.meta["val"].is_contiguous() and not read.meta["val"].is_contiguous():
                 read = edit(aten.clone.default, read, memory_format=torch.contiguous_format)

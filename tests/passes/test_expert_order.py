@@ -40,6 +40,11 @@ def turned(step) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     return [(node.target._opname, node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in step.graph.nodes if node.target in TURNS]
 
 
+def moved(step) -> int:
+    """Bytes of all changes of order."""
+    return sum(node.meta["val"].nbytes for node in step.graph.nodes if node.target in TURNS)
+
+
 def product(x, ids, w):
     return ops.grouped_mm(ops.sort_rows(x, ids), w, ops.expert_offsets(ids, E))
 
@@ -148,14 +153,22 @@ def test_what_sees_more_than_a_row_stays_in_its_order(name):
 def test_rows_that_do_not_lie_densely():
     """Views that need dense rows get them, in whichever order they are."""
 
-    def function(x, ids, w, other):
-        rows = product(x, ids, w)
-        other = ops.sort_rows(other.t(), ids)
-        rows = (rows * other).double()[:, ::2]
+    def function(x, ids, w, weights):
+        rows = (product(x, ids, w) * ops.sort_rows(weights, ids).unsqueeze(1)).double()[:, ::2]
         back = ops.unsort_rows(rows, ids)
-        return back.view(M // 2, D), ops.unsort_rows(rows[:, :1] + 1, ids).view(-1), rows
+        return back.view(M // 2, D), ops.unsort_rows(rows[:, :1] + 1, ids).view(-1)
 
-    ordered(function, torch.randn(D, M))
+    before, after = ordered(function, torch.rand(M))
+    assert moved(after) < moved(before) and aten.clone.default in {node.target for node in after.graph.nodes}
+
+
+def test_a_transposed_operand_is_left():
+    def function(x, ids, w, other):
+        rows = product(x, ids, w) * ops.sort_rows(other.t(), ids)
+        return (ops.unsort_rows(rows.double(), ids),)
+
+    before, after = ordered(function, torch.randn(D, M))
+    assert ("sort_rows", torch.float32, (M, D)) in turned(after) and moved(after) <= moved(before)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -191,7 +204,8 @@ def test_random_rows_of_two_routings(seed):
         return (*results, *(pool[-1] for pool in pools), *(ops.unsort_rows(pools[i][-1], routed[i]) for i in (1, 2)))
 
     others = torch.randint(0, E, (M,), generator=torch.Generator().manual_seed(1))
-    ordered(function, others, torch.rand(M), torch.randn(E, D))
+    before, after = ordered(function, others, torch.rand(M), torch.randn(E, D))
+    assert 0 < moved(after) <= moved(before)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
