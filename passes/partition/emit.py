@@ -42,14 +42,12 @@ class Emitter:
         self.node = node
         value = node.meta["val"]
         if tuple(value.shape) != shape or not self._owns(value):
-            with self._mode:
-                value = torch.empty(shape, dtype=value.dtype, device=value.device)
+            value = _empty(shape, value.dtype, value.device)
         return self._finish(self.graph.placeholder(node.name), value)
 
     def operand(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
         """An input of a scratch graph."""
-        with self._mode:
-            return self._finish(self.graph.placeholder("operand"), torch.empty(shape, dtype=dtype))
+        return self._finish(self.graph.placeholder("operand"), _empty(shape, dtype, torch.device("cpu")))
 
     def item(self, value: Any, index: int) -> torch.fx.Node:
         """One of several results."""
@@ -227,6 +225,11 @@ class Emitter:
 
     def _contiguous(self, x: torch.fx.Node) -> torch.fx.Node:
         return x if x.meta["val"].is_contiguous() else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The fake value of a dense tensor; one for all inputs of a form."""
+    return infer(aten.empty.memory_format, (list(shape),), {"dtype": dtype, "device": device})
 
 
 def _shape(x: torch.fx.Node) -> tuple[int, ...]:
