@@ -112,6 +112,7 @@ class Input:
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter or buffer; of a STATE, the targets of other parameters that have the same number
     trainable: bool = False  # parameters only: it receives a gradient
     shards: tuple[MeshShard, ...] = ()  # major to minor where two axes split the same dim
+    num_terms: int = 0  # of GRAD: so many dims in front, each split over one axis, stand for ranks: the gradient is the sum over them
     codes: Codes | None = None  # parameters that nothing changes: the program reads codes, which `shape`, `dtype` and `shards` describe
 
 
@@ -124,6 +125,7 @@ class Output:
     shape: tuple[int, ...]  # global shape, without padding
     dtype: torch.dtype
     shards: tuple[MeshShard, ...] = ()
+    num_terms: int = 0  # as of an Input
 
 
 def local_shape(shape: Iterable[int], shards: Iterable[MeshShard]) -> tuple[int, ...]:

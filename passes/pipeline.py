@@ -101,11 +101,11 @@ def build_pipeline(
         quantization = Quantization(
             weights=strategy.quantized_weights, gradients=strategy.quantized_gradients, min_size=strategy.quant_min_size
         )
-        passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow))
+        passes.append(partition_pass(FSDP, strategy.fsdp, stage, along[FSDP], quantization, strategy.reduces_narrow, sums_late=FSDP in strategy.late_axes))
     if stage and strategy.tp > 1:
         passes.append(SCATTER_FIRST)
     if strategy.dp > 1:
-        passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow))
+        passes.append(partition_pass(DP, strategy.dp, 0, along[DP], reduce_narrow=strategy.reduces_narrow, sums_late=DP in strategy.late_axes))
     if in_chunks:
         passes.append(chunk_pass(strategy.loss_chunks))
     passes.append(WIDEN_GRADIENTS)
@@ -129,16 +129,26 @@ def build_pipeline(
 
 
 def partition_pass(
-    axis: str, num_ranks: int, stage: int, batch_dims: Mapping[str, int | None], quantization: Quantization = Quantization(), reduce_narrow: bool = False
+    axis: str,
+    num_ranks: int,
+    stage: int,
+    batch_dims: Mapping[str, int | None],
+    quantization: Quantization = Quantization(),
+    reduce_narrow: bool = False,
+    sums_late: bool = False,
 ) -> Pass:
-    """The partition along one data axis."""
+    """The partition along one data axis.
+
+    Args:
+        sums_late: gradients of several runs add up on each rank, and are summed over the ranks by the program that reads them (`Strategy.late_axes`).
+    """
 
     def decide(step: StepGraph) -> AxisPlan:
-        layouts = zero_layouts(step, stage, batch_splits(step, batch_dims), lambda shape: state_split(shape, num_ranks))
-        plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state, reduce_narrow=reduce_narrow)
+        layouts = zero_layouts(step, stage, batch_splits(step, batch_dims), lambda shape: state_split(shape, num_ranks), sums_late=sums_late)
+        plan = assign(step, axis, num_ranks, layouts.inputs, layouts.outputs, layouts.state, reduce_narrow=reduce_narrow, sums_late=sums_late)
         return quantization.of(plan, step)
 
-    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization, reduce_narrow))
+    return axis_pass(axis, num_ranks, decide, key=(stage, tuple(batch_dims.items()), quantization, reduce_narrow, sums_late))
 
 
 def tensor_parallel_pass(strategy: Strategy, splits: Mapping[str, Shard], batch_dims: Mapping[str, int | None]) -> Pass:

@@ -16,7 +16,7 @@ from graphacc.capture.guards import quiet_failures
 from graphacc.capture.randomness import Streams
 from graphacc.capture.source import SourceMode
 from graphacc.errors import CaptureError
-from graphacc.graph import Input, Kind, Output, StepGraph
+from graphacc.graph import Input, Kind, Output, Phase, StepGraph
 from graphacc.ops.facts import draws
 
 
@@ -110,6 +110,9 @@ def _signed(
 ) -> StepGraph:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     own = {(slot.kind, slot.target): node for slot, node in zip(slots, placeholders)}
+    for slot, node in zip(slots, placeholders):
+        if slot.kind is Kind.GRAD:  # the backward made it
+            node.meta["phase"] = Phase.BACKWARD
     inputs = [_input(node, slot) for node, slot in zip(placeholders, slots)]
     constants = {}
     for node in placeholders[len(slots) :]:

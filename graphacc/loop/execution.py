@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -161,8 +161,8 @@ class Execution:
             {**self.forward_aspects(tape), "results": tuple(tape.outputs), "accumulation": accumulates},
             lambda: build.accumulating(self.joint(tape)) if accumulates else self.joint(tape),
         )
-        for name in tape.grad_values if accumulates else ():
-            self._prepare_accumulator(compiled, name)
+        if accumulates:
+            self._prepare_accumulators(compiled, tape.grad_values)
         self.upload(compiled, tape)
         feeds = self.feeds_of_parts(compiled, tape)
         with self.engine.verifier.watching(compiled, tape):
@@ -185,13 +185,13 @@ class Execution:
             return True
         return any(name in gradients.accumulated or name in gradients.host_grads for name in tape.grad_values)
 
-    def _prepare_accumulator(self, compiled: Compiled, name: str) -> None:
-        """The gradient so far, on the devices: kept if it is there, uploaded if the loop wrote it, zero otherwise."""
-        if name in self.engine.gradients.accumulated and name not in self.engine.gradients.host_grads:
-            return
-        value = self.engine.gradients.host_grads.pop(name, None)
-        zeros = torch.zeros(()).expand(self.engine.fakes.gradient_of(self.engine.handles[name]).shape)
-        self.engine.programs.put(compiled, Kind.GRAD, name, zeros if value is None else value)
+    def _prepare_accumulators(self, compiled: Compiled, names: Iterable[str]) -> None:
+        """The gradients so far, on the devices: kept if they are there, uploaded if the loop wrote them, zero otherwise."""
+        gradients, programs = self.engine.gradients, self.engine.programs
+        written = {name: gradients.host_grads.pop(name) for name in names if name in gradients.host_grads}
+        for name, value in written.items():
+            programs.put(compiled, Kind.GRAD, name, value)
+        programs.put_zeros(compiled, Kind.GRAD, [name for name in names if name not in written and name not in gradients.accumulated])
 
     def run_step(self, tape: Tape, binding: Binding, names: tuple[str, ...]) -> None:
         """The whole step in one program."""

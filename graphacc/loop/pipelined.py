@@ -21,12 +21,12 @@ from graphacc.graph import Input, Kind, Output, StepGraph
 from graphacc.hlo import HloStep
 from graphacc.loop.programs import STATE_KINDS, Compiled, Interface, Programs
 from graphacc.passes.stages import MARK, Segment, cut, marked_places, owner_of, update_places
-from graphacc.runtime import progress, ranges, to_device, to_torch
+from graphacc.runtime import progress, ranges, to_torch
 from graphacc.runtime.devices import select_devices, stage_meshes
 from graphacc.runtime.distributed import process_count
 from graphacc.runtime.exchange import SMALL_BYTES
 from graphacc.runtime.pipeline import Recorder, Span, StageProgram, Task, add_on, run_tasks
-from graphacc.runtime.transfer import send_to_all, zeros_on
+from graphacc.runtime.transfer import send_to_all
 from graphacc.strategy.axes import SPMD_AXES
 from graphacc.strategy.in_force import TensorDecision
 from graphacc.strategy.schedules import Schedule, build_schedule, dispatch_order, one_after_the_other
@@ -168,7 +168,15 @@ class PipelinePrograms(Programs):
         mesh = self.meshes[compiled.stage_of(kind, target)]
         self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
-            self.state.set(item, to_device(value.to(item.dtype), item, mesh), mesh)
+            self._upload(item, value.to(item.dtype), mesh)
+
+    def put_zeros(self, compiled: Pipelined, kind: Kind, targets: Sequence[str]) -> None:
+        by_stage: dict[int, list[str]] = collections.defaultdict(list)
+        for target in targets:
+            by_stage[compiled.stage_of(kind, target)].append(target)
+        items = {(item.kind, item.target): item for item in compiled.graph.inputs}
+        for stage, mine in by_stage.items():
+            self._set_zeros([items[kind, target] for target in mine], self.meshes[stage])
 
     # ---- replicas of parameters that several stages use
 
@@ -178,7 +186,7 @@ class PipelinePrograms(Programs):
     def _prepare_replicas(self, compiled: Pipelined) -> None:
         for item in self._replica_gradients(compiled):
             mesh = self.meshes[compiled.stage_of(Kind.GRAD, item.target)]
-            self.state.set(item, zeros_on(mesh, item), mesh)
+            self._set_zeros([item], mesh)
 
     def _merge_replicas(self, compiled: Pipelined) -> None:
         """Add the replicas' gradients to their owners'."""

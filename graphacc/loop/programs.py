@@ -46,8 +46,9 @@ from graphacc.runtime.agreement import digest
 from graphacc.runtime.distributed import agree, meet, note, process_count
 from graphacc.runtime.exchange import Uploader, from_blocks, from_parts, to_codes
 from graphacc.runtime.host_array import HostArray
-from graphacc.runtime.layout import Index, Item
+from graphacc.runtime.layout import Index, Item, summed
 from graphacc.runtime.state import Slots, relayout
+from graphacc.runtime.transfer import zeros_on
 from graphacc.strategy import Strategy
 from graphacc.strategy.annotations import P
 from graphacc.strategy.in_force import TensorDecision
@@ -414,9 +415,22 @@ class Programs:
         self._note_written(kind, target)
         with ranges.named("graphacc.upload"):
             value = to_codes(value, item.codes) if item.codes is not None else value.to(item.dtype)
-            self.state.set(item, to_device(value, item, self.mesh))
+            self._upload(item, value, self.mesh)
         if kind is Kind.STATE and not item.shape:
             self.state.note_number(target, number_bits(value))
+
+    def _upload(self, item: Input, value: Tensor, mesh: Mesh) -> None:
+        whole = summed(item)
+        array = to_device(value, whole, mesh)
+        self.state.set(item, array if whole is item else relayout(array, whole, item, mesh), mesh)
+
+    def put_zeros(self, compiled: Compiled, kind: Kind, targets: Sequence[str]) -> None:
+        """`put` zeros, which are made on the devices."""
+        self._set_zeros([compiled.inputs[kind, target] for target in targets], self.mesh)
+
+    def _set_zeros(self, items: Sequence[Item], mesh: Mesh) -> None:
+        for item, array in zip(items, zeros_on(mesh, *items) if items else (), strict=True):
+            self.state.set(item, array, mesh)
 
     def load(self, kind: Kind, target: str, value: Tensor) -> None:
         """Upload a parameter or buffer before a program wants it: the first one that does moves it into its layout."""
@@ -484,7 +498,10 @@ class Programs:
     def fetch(self, kind: Kind, target: str) -> Tensor:
         """A value of the state as a global tensor on the host."""
         array, item = self.exact(kind, target)
-        return array.to_torch() if isinstance(array, HostArray) else to_torch(array, item)
+        if isinstance(array, HostArray):
+            return array.to_torch()
+        whole = summed(item)
+        return to_torch(array if whole is item else relayout(array, item, whole, self.state.mesh_of(kind, target)), whole)
 
     def exact(self, kind: Kind, target: str) -> tuple[jax.Array | HostArray, Item]:
         """A value of the state where it is exact, and its layout."""

@@ -6,6 +6,7 @@ zeros at its end. Along most dims that is the tensor itself, with zeros behind i
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,15 @@ def sharding(item: Item, mesh: Mesh) -> NamedSharding:
 @functools.lru_cache(maxsize=4096)
 def _named_sharding(shards: tuple[MeshShard, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, _partition_spec(shards))
+
+
+def summed(item: Item) -> Item:
+    """The layout of the gradient whose terms an item holds, one on each rank of an axis; of any other, the item."""
+    count = item.num_terms
+    if not count:
+        return item
+    shards = tuple(dataclasses.replace(shard, dim=shard.dim - count) for shard in item.shards if shard.dim >= count)
+    return dataclasses.replace(item, shape=item.shape[count:], shards=shards, num_terms=0)
 
 
 def stored_shape(item: Item) -> tuple[int, ...]:

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import x64
 from graphacc.graph import Codes, Kind, local_shape
-from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape
-from graphacc.runtime.transfer import note_started, send, settle
+from graphacc.runtime.distributed import process_index
+from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape, summed
+from graphacc.runtime.transfer import note_started, processes_of, send, settle, without_data
 
 Key = tuple[Kind, str]  # kind and target
 
@@ -224,12 +225,14 @@ def _is_number(item: Item) -> bool:
 
 
 def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
-    """An item's array in another layout, moved between the devices."""
-    assert (old.shape, old.dtype) == (new.shape, new.dtype), f"{old} and {new} are different tensors"
+    """An item's array in another layout, moved between the devices; ranks' own sums of a gradient are added up for a layout without them, and made of a gradient on the first rank."""
+    assert (summed(old).shape, old.dtype) == (summed(new).shape, new.dtype), f"{old} and {new} are different tensors"
+    if process_index() not in processes_of(mesh.devices.flat):
+        return without_data(new, mesh)
     if mesh.is_multi_process:
         settle()
     with x64():
-        if stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
+        if old.num_terms == new.num_terms and stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
             moved = jax.device_put(array, sharding(new, mesh))
         else:
             moved = _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
@@ -246,6 +249,10 @@ def _restore(old: Item, new: Item, layout: jax.sharding.NamedSharding):
             places = np.flatnonzero(order >= 0)
             array = jnp.take(array, places[np.argsort(order[places])], axis=dim)
         array = array[tuple(slice(0, size) for size in old.shape)]
+        if old.num_terms != new.num_terms:
+            array = array.sum(tuple(range(old.num_terms)))
+            terms = [(0, size - 1) for size in new.shape[: new.num_terms]]
+            array = jnp.pad(array.reshape((1,) * new.num_terms + array.shape), [*terms, *[(0, 0)] * array.ndim])
         for dim, order in orders(new).items():
             array = jnp.take(array, np.where(order < 0, new.shape[dim], order), axis=dim, mode="fill", fill_value=0)
         return jnp.pad(array, [(0, big - small) for big, small in zip(stored_shape(new), array.shape)])

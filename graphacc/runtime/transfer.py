@@ -22,7 +22,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from graphacc._compat.jax_ import x64
-from graphacc.graph import Input, Output
 from graphacc.runtime.distributed import process_count, process_index
 from graphacc.runtime.layout import Item, dtype_of, partition_spec, sharding, stored_shape
 
@@ -57,15 +56,17 @@ def settle() -> None:
     _started.clear()
 
 
-def zeros_on(mesh: Mesh, item: Input | Output) -> jax.Array:
-    """Zeros with the layout of `item`, made on the devices."""
+def zeros_on(mesh: Mesh, *items: Item) -> list[jax.Array]:
+    """Zeros with the layouts of `items`, made on the devices by one program."""
+    if process_index() not in processes_of(mesh.devices.flat):
+        return [without_data(item, mesh) for item in items]
     with x64():
-        return _zeros(stored_shape(item), dtype_of(item), sharding(item, mesh))()
+        return _zeros(tuple((stored_shape(item), dtype_of(item), sharding(item, mesh)) for item in items))()
 
 
 @functools.lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, layout: NamedSharding) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=layout)
+def _zeros(forms: tuple[tuple[tuple[int, ...], np.dtype, NamedSharding], ...]) -> Callable[[], list[jax.Array]]:
+    return jax.jit(lambda: [jnp.zeros(shape, dtype) for shape, dtype, _ in forms], out_shardings=[layout for _, _, layout in forms])
 
 
 def send(array: jax.Array, item: Item, source: Mesh, target: Mesh) -> jax.Array:
@@ -77,7 +78,7 @@ def send(array: jax.Array, item: Item, source: Mesh, target: Mesh) -> jax.Array:
         if process_index() not in owners:
             return without_data(item, target)
         layout, move = _exchange(partition_spec(item), source, target)
-        blocks = [shard.data for side in (array, zeros_on(target, item)) for shard in side.addressable_shards]
+        blocks = [shard.data for side in (array, *zeros_on(target, item)) for shard in side.addressable_shards]
         settle()
         moved = move(jax.make_array_from_single_device_arrays(array.shape, layout, blocks))
         note_started([moved])

@@ -217,9 +217,9 @@ class Profile:
         """Compose the estimate of a strategy with this profile's model-parallel axes.
 
         Args:
-            sums_once: gradients are summed over the ranks after the last microbatch, and their products add up by themselves, as in Megatron-LM; our programs do it after each.
+            sums_once: gradients are summed over the ranks after the last microbatch, and their products add up by themselves, as in Megatron-LM; our programs do it after each where ZeRO splits gradients, and in front of the update otherwise.
         """
-        found = self.composed(strategy, hardware, adds_up=not sums_once)
+        found = self.composed(strategy, hardware, adds_up=not sums_once, sums_late=not sums_once)
         return estimated(found, timed(found.seconds, found.moved, strategy, hardware, sums_once=sums_once, count=strategy.microbatches)).on(hardware)
 
     def _temporary_bytes(self, strategy: Strategy, hardware: Hardware, scattered: _Sent) -> int:
@@ -250,9 +250,15 @@ class Profile:
         beside = strategy.microbatches * sum(self.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)) if strategy.delay and not hardware.shared_cores else 0.0
         return max(0.0, taken - beside)
 
-    def composed(self, strategy: Strategy, hardware: Hardware, *, adds_up: bool = True) -> Composed:
-        """With what `dp`, `fsdp` and `zero` add, and, if `adds_up`, what gradients of several runs do that are added to those so far."""
-        totals, messages = self._totals, self._messages_of(strategy)
+    def composed(self, strategy: Strategy, hardware: Hardware, *, adds_up: bool = True, sums_late: bool = True) -> Composed:
+        """With what `dp`, `fsdp` and `zero` add.
+
+        Args:
+            adds_up: gradients of several runs are added to those so far, which takes time.
+            sums_late: these are summed over `Strategy.late_axes` by the update's program.
+        """
+        several = strategy.microbatches > 1 or self.accumulates
+        totals, messages = self._totals, self._messages_of(strategy, strategy.late_axes if sums_late and several else ())
         kept, state = totals["parameters"].kept(strategy, stage=3), totals["state"].kept(strategy)
         offloads = strategy.offload is not None
         seconds = dict(self.cost.seconds)
@@ -275,18 +281,18 @@ class Profile:
             },
         )
 
-    def _messages_of(self, strategy: Strategy) -> "_Messages":
-        """What a strategy moves in a microbatch; made once for all that share the state alike."""
-        alike = strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.ep, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
+    def _messages_of(self, strategy: Strategy, late: tuple[str, ...]) -> "_Messages":
+        """What a strategy moves in a microbatch, and in the update, which sums gradients over the `late` axes; made once for all that share the state alike."""
+        alike = late, strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.ep, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
         if alike not in self._known_messages:
-            self._known_messages[alike] = self._made_messages(strategy)
+            self._known_messages[alike] = self._made_messages(strategy, late)
         return self._known_messages[alike]
 
     @functools.cached_property
     def _known_messages(self) -> dict[tuple, "_Messages"]:
         return {}
 
-    def _made_messages(self, strategy: Strategy) -> "_Messages":
+    def _made_messages(self, strategy: Strategy, late: tuple[str, ...]) -> "_Messages":
         weights = self.cost.weights
         trained = [weight for weight in weights if weight.trained]
         again = [weight for weight in weights if weight.gathers > 1]
@@ -312,8 +318,8 @@ class Profile:
             updated = [(weight.size_bytes, weight.count, _parts(weight, axis, strategy)) for weight in trained if _splits(axis, weight)]
             moved.append(_gathers(Phase.UPDATE, updated, bucket, axis))
 
-        def gradients(made: Sequence[Weight], parts_of: str | None = None) -> list[tuple[float, int]]:
-            sizes = ((weight, weight.travels_bytes if strategy.reduces_narrow else weight.size_bytes) for weight in made if weight.trained)
+        def gradients(made: Sequence[Weight], parts_of: str | None = None, narrow: bool = strategy.reduces_narrow) -> list[tuple[float, int]]:
+            sizes = ((weight, weight.travels_bytes if narrow else weight.size_bytes) for weight in made if weight.trained)
             return [(size if parts_of is None else size / _parts(weight, parts_of, strategy), weight.count) for weight, size in sizes]
 
         summed = functools.partial(_sums, bucket=bucket, ranks=strategy.zero_ranks)
@@ -324,16 +330,17 @@ class Profile:
             if getattr(strategy, axis) > 1 and axis not in steps and not any(item.axis == axis for item in sums):  # of weights alone
                 moved.append(_gradients(axis, "all_reduce", summed(gradients([weight for weight in weights if _splits(axis, weight)]))))
         for axis in steps:
-            tensors = gradients([weight for weight in weights if _splits(axis, weight)], parts_of=axis)
+            tensors = gradients([weight for weight in weights if _splits(axis, weight)], parts_of=axis, narrow=strategy.reduces_narrow and axis not in late)
             moved.append(_gradients(axis, "reduce_scatter", _messages(tensors, bucket, bucket // 2)))
         if strategy.dp > 1:
-            moved.append(_gradients(DP, "all_reduce", summed(gradients(weights))))
+            moved.append(_gradients(DP, "all_reduce", summed(gradients(weights, narrow=strategy.reduces_narrow and DP not in late))))
+        moved = [dataclasses.replace(item, phase=Phase.UPDATE) if item.role is Role.GRADIENT and item.axis in late else item for item in moved]
         transient = min(gathered, (strategy.prefetch + 1) * bucket) if strategy.zero_stage == 3 else 0
         sizes_between = itertools.accumulate((getattr(strategy, axis) for axis in steps[:-1]), lambda total, size: total * size)
         transient += sum(transient // size for size in sizes_between)  # what one step gives and the next one gathers
         return _Messages(
             moved=tuple(moved),
-            scattered=_messages(gradients(split), bucket, bucket // 2),
+            scattered=_messages([] if FSDP in late else gradients(split), bucket, bucket // 2),
             transient_bytes=transient + secondary,
             reordered_bytes=_reordered_bytes(weights, strategy, bucket),
         )
@@ -376,10 +383,15 @@ def _parts(weight: Weight, axis: str, strategy: Strategy) -> int:
     return math.prod(getattr(strategy, other) for other in before if _splits(other, weight))
 
 
-def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, **sizes: int) -> Estimate:
-    """The estimate of a whole program of one device, with the bytes that it keeps by part."""
-    found = Composed(seconds=cost.seconds, moved=cost.moved, update_seconds=update_seconds, sizes=sizes)
-    return estimated(found, timed(cost.seconds, cost.moved, strategy, hardware, count=strategy.microbatches)).on(hardware)
+def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, in_update: Sequence[Moved], **sizes: int) -> Estimate:
+    """The estimate of a whole program of one device, with the bytes that it keeps by part.
+
+    Args:
+        in_update: what the update moves, where that is another program.
+    """
+    moved = (*cost.moved, *in_update)
+    found = Composed(seconds=cost.seconds, moved=moved, update_seconds=update_seconds, sizes=sizes)
+    return estimated(found, timed(cost.seconds, moved, strategy, hardware, count=strategy.microbatches)).on(hardware)
 
 
 def estimated(found: Composed, time: Timed) -> Estimate:
@@ -398,7 +410,7 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
     Args:
         seconds: of the kernels of each phase. Those of the update, which is memory traffic, are not read.
         sums_once: as of `Profile.estimate`.
-        count: microbatches, each of which runs forward and backward, and, unless `sums_once`, reduces its gradients.
+        count: microbatches, each of which runs forward and backward, and, unless `sums_once` or a message says so by its phase, reduces its gradients.
         are_all: these are all messages of the phases: so much is computed between two of them. Otherwise none waits for ranks that come late.
     """
     seconds, mesh = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}, strategy.mesh

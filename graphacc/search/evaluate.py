@@ -19,7 +19,7 @@ from graphacc.costs.hardware import Hardware
 from graphacc.costs.memory import predict_memory, released_bytes, saved_for_backward, unchanged, working_bytes
 from graphacc.costs.repeats import reduce_repeats
 from graphacc.errors import GraphError, StrategyError
-from graphacc.graph import Kind, StepGraph
+from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.passes.accumulation import accumulating
 from graphacc.passes.batch import default_batch_dims
 from graphacc.passes.experts import find_experts
@@ -29,7 +29,7 @@ from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, pinn
 from graphacc.passes.pipeline import build_pipeline
 from graphacc.passes.runner import Pass, key_of, run_passes
 from graphacc.passes.stages import Segment, cut, marked_places, update_places
-from graphacc.search.cost import RETURNED, cost_of, path_of, value_bytes
+from graphacc.search.cost import RETURNED, Moved, cost_of, path_of, value_bytes
 from graphacc.search.estimate import Estimate, Profile, evaluated
 from graphacc.search.pipeline import ChunkCost, Depth, chunks_of_profile, chunks_of_segments, estimate_of
 from graphacc.strategy.axes import CP, EP, TP
@@ -227,6 +227,7 @@ class Evaluator:
             strategy,
             self.hardware,
             update_seconds=profile.update_seconds,
+            in_update=self._moved_by_update(strategy) if update is None else (),
             parameter_bytes=held[Kind.PARAM],
             state_bytes=profile.state_bytes if update is None else held[Kind.STATE],
             other_bytes=sum(size for kind, size in held.items() if kind not in (Kind.PARAM, Kind.STATE)) + (strategy.microbatches - 1) * held[Kind.BATCH] + strategy.microbatches * returned,
@@ -235,6 +236,10 @@ class Evaluator:
             host_bytes=profile.host_bytes,
         )
         return found if held[Kind.GRAD] else self._with_gradients(found, strategy)
+
+    def _moved_by_update(self, strategy: Strategy) -> list[Moved]:
+        """What the update moves as a program of its own, known without its graph."""
+        return [item for item in self.profile_of(strategy).composed(strategy, self.hardware).moved if item.phase is Phase.UPDATE]
 
     def program_of(self, strategy: Strategy) -> StepGraph:
         """The step's program of one device: with the update where that is known and in the same program.

@@ -221,7 +221,7 @@ def chunks_of_profile(profile: Profile, depth: Depth, strategy: Strategy, hardwa
 
 def _chunk_of(part: Profile, strategy: Strategy, hardware: Hardware, sums_once: bool) -> ChunkCost:
     """Costs of one chunk that sends nothing on."""
-    composed = part.composed(strategy, hardware)
+    composed = part.composed(strategy, hardware, sums_late=not sums_once)
     late = [item for item in composed.moved if sums_once and item.role is Role.GRADIENT]
     time = timed(composed.seconds, [item for item in composed.moved if item not in late], strategy, hardware)
     behind = timed({**dict.fromkeys(Phase, 0.0), Phase.BACKWARD: time.compute[Phase.BACKWARD]}, late, strategy, hardware, are_all=False).exposed_by_axis()

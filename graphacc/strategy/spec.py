@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphacc.errors import StrategyError
-from graphacc.strategy.axes import AXES
+from graphacc.strategy.axes import AXES, DP, FSDP
 from graphacc.strategy.schedules import SCHEDULES
 
 REMATS = ("none", "blocks", "auto")
@@ -213,6 +213,14 @@ class Strategy:
     def reduces_narrow(self) -> bool:
         """Whether gradients are summed over the ranks in the dtype in which they were computed."""
         return self.reduce_dtype == "bf16"
+
+    @property
+    def late_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients of several runs (microbatches, or calls of backward() before a step) add up on every rank, and are summed once, in front of the update:
+        those of ranks that keep whole gradients, as under DDP's ``no_sync`` and in Megatron-LM."""
+        if self.offload is not None or self.tp_by == "spmd":
+            return ()
+        return (DP, FSDP) if self.zero_stage < 2 else (DP,)
 
     @property
     def within_stage(self) -> "Strategy":

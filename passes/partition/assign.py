@@ -107,6 +107,7 @@ def assign(
     experts: ExpertParallel | None = None,
     reduce_narrow: bool = False,
     adds_once: bool = False,
+    sums_late: bool = False,
 ) -> AxisPlan:
     """Decide how `step` is carried out by the ranks of mesh axis `axis`.
 
@@ -121,20 +122,22 @@ def assign(
         experts: given for an axis that spreads experts besides the batch; their weights are used as they are placed.
         adds_once: what is added to a partial sum and is replicated is added by the first rank: where no sum may be needed before the end.
         reduce_narrow: a gradient that is computed in 16 bits is summed over the ranks as such, and not as the 32 bits that it is cast to.
+        sums_late: gradients among the inputs, and those that replace them, are every rank's own sum over several runs, with a dim of 1 in front.
 
     Raises:
         GraphError: an operator draws random numbers of its own.
     """
-    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts, reduce_narrow, adds_once).run()
+    return Assigner(step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts, reduce_narrow, adds_once, sums_late).run()
 
 
 class Assigner:
     """One run of `assign`. Values of the program of one rank are named by the number of the `Action` that makes them."""
 
-    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None, reduce_narrow=False, adds_once=False):
+    def __init__(self, step, axis, num_ranks, inputs, outputs, layout, model_parallel, pins, experts=None, reduce_narrow=False, adds_once=False, sums_late=False):
         self.step, self.axis, self.num_ranks = step, axis, num_ranks
         self.inputs, self.outputs, self.layout = inputs, outputs, layout
         self.model, self.pins, self.experts, self.reduce_narrow, self.adds_once = model_parallel, pins, experts, reduce_narrow, adds_once
+        self.late = {(item.kind, item.target) for item in step.inputs if sums_late and item.kind is Kind.GRAD}
         self.node: torch.fx.Node = None  # the one in work: what moves are made for
         self.home: dict[torch.fx.Node, Placement | tuple[Placement, ...]] = {}
         self.copies: dict[tuple[torch.fx.Node, Placement | None], int] = {}
@@ -148,6 +151,7 @@ class Assigner:
             for node, item in zip(step.results, step.outputs)
             if item.kind is Kind.GRAD and (item.kind, item.target) in outputs
         }
+        self.terms = {node for node, item in zip(step.results, step.outputs) if item.num_terms}  # gradients that add up on every rank of an axis before this one
         self.kinds = {node: item.kind for node, item in zip(step.placeholders, step.inputs)}
         self.actions: list[Action] = []
         self.moves: list[Move] = []
@@ -160,6 +164,10 @@ class Assigner:
         for node, item in zip(step.placeholders, step.inputs):
             self._place_input(node, item)
         self.kept = {(item.shape, self.home[node]) for node, item in zip(step.placeholders, step.inputs)}
+        for node, item in zip(step.placeholders, step.inputs):
+            if (item.kind, item.target) in self.late:
+                self.node = node
+                self._settle(node)
         for node in step.graph.nodes:
             if node.op == "call_function":
                 self._place_node(node)
@@ -169,6 +177,7 @@ class Assigner:
             num_ranks=self.num_ranks,
             placements={node.name: placement for node, placement in self.home.items()},
             moves=tuple(self.moves),
+            sums_late=bool(self.late),
             inputs=tuple(self.home[node] for node in step.placeholders),
             outputs=outputs,
             actions=tuple(self.actions),
@@ -182,7 +191,11 @@ class Assigner:
         placement = self.inputs.get(item.name, REPLICATE)
         shape = local_shape(tuple(node.meta["val"].shape), placement, self.num_ranks)
         self.node = node
-        self._keep(node, placement, self._act((), lambda build: build.placeholder(node, shape), placement))
+        if (item.kind, item.target) in self.late:
+            own = self._act((), lambda build: build.placeholder(node, (1, *shape)))
+            self._keep(node, placement, self._act((own,), lambda build, x: build.call(aten.squeeze.dim, x, 0), placement))
+        else:
+            self._keep(node, placement, self._act((), lambda build: build.placeholder(node, shape), placement))
         if item.kind is Kind.PARAM and isinstance(placement, Shard) and not (self.experts is not None and item.target in self.experts.weights):
             self.weights.add(node)
 
@@ -195,7 +208,10 @@ class Assigner:
             forced = ""
             if item.kind is Kind.USER and isinstance(home, Shard) and placement == REPLICATE:
                 forced = "a result of the user's is split in blocks that a layout cannot name"
-            results.append(self.value(node, placement, forced))
+            result = self.value(node, placement, forced)
+            if (item.kind, item.target) in self.late:
+                result = self._act((result,), lambda build, x: build.call(aten.unsqueeze.default, x, 0))
+            results.append(result)
             outputs.append(placement)
         return tuple(outputs), tuple(results)
 
@@ -281,14 +297,20 @@ class Assigner:
             if node in self.grads or enters_update(node):
                 return node
             user = only_user(node)
-            if user is None or not (user.target in DTYPE_CASTS or self._accumulates(user)):
+            if user is None or not (user.target in DTYPE_CASTS or self._accumulates(user) or user in self.terms):
                 return None
             node = user
         return None
 
+    def _adds_up_late(self, node: torch.fx.Node) -> bool:
+        """Whether a value is nothing but a gradient that adds up on every rank."""
+        gradient = self._gradient_of(node) if self.late else None
+        return gradient is not None and isinstance(self.grads.get(gradient), Partial)
+
     def _accumulates(self, node: torch.fx.Node) -> bool:
         """Whether a node adds a gradient to the sum of those before it."""
-        return node in self.grads and any(self.kinds.get(operand) is Kind.GRAD for operand in node.all_input_nodes)
+        given = [operand.args[0] if operand.target is aten.squeeze.dim else operand for operand in node.all_input_nodes]
+        return (node in self.grads or only_user(node) in self.terms) and any(self.kinds.get(operand) is Kind.GRAD for operand in given)
 
     def _settle_before_user(self, node: torch.fx.Node, gradient: torch.fx.Node) -> None:
         """Sum up a gradient in front of its accumulation, and of a cast if that rounds the sum, or where messages of its dtype are asked for."""
@@ -400,6 +422,8 @@ class Assigner:
         rows = next((operand for operand in call.operands if operand.node in self.rows and isinstance(operand.placement, Partial)), None)
         if rows is not None and target in DTYPE_CASTS and call.node.meta["val"].dtype == self.rows[rows.node]:
             return Plan((rows.placement,), rows.placement)  # no narrower than the products, whose sums would be as narrow
+        if target in DTYPE_CASTS and (own := call.operands[0].placement) == Partial("sum") and self._adds_up_late(call.node):
+            return Plan((own,), own)  # every rank rounds its own gradient, as one does that computes alone
         counts_sums = self.model is not None and call.phase is Phase.BACKWARD and rows is None
         pin = self.pins.get(call.node.name)
         pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None

@@ -62,6 +62,7 @@ class AxisPlan:
     placements: dict[str, Placement | tuple[Placement, ...]]  # node -> where its value is placed at home
     moves: tuple[Move, ...]
     notes: tuple[str, ...] = ()
+    sums_late: bool = False  # gradients that add up over several runs lie as every rank's own sum, in a dim in front
     inputs: tuple[Placement, ...]  # per input of the step
     outputs: tuple[Placement, ...]
     actions: tuple[Action, ...] = dataclasses.field(repr=False)

@@ -7,9 +7,9 @@ from typing import Any
 import torch.fx
 
 from graphacc.errors import GraphError
-from graphacc.graph import Input, Output, MeshShard, StepGraph
+from graphacc.graph import Input, Kind, MeshShard, Output, StepGraph
 from graphacc.passes.partition.emit import Emitter
-from graphacc.passes.partition.placement import Placement, Shard, local_shape
+from graphacc.passes.partition.placement import Partial, Placement, Shard, local_shape
 from graphacc.passes.partition.plan import Action, AxisPlan
 from graphacc.passes.partition.report import ForcedGather, PartitionReport, source_line
 
@@ -53,6 +53,10 @@ def signature(step: StepGraph, plan: AxisPlan) -> tuple[tuple[Input, ...], tuple
 
 
 def _sharded(plan: AxisPlan, item: Any, placement: Placement) -> Any:
+    if plan.sums_late and item.kind is Kind.GRAD and isinstance(placement, Partial):
+        behind = tuple(dataclasses.replace(shard, dim=shard.dim + 1) for shard in item.shards)
+        own = MeshShard(axis=plan.axis, size=plan.num_ranks, dim=0)
+        return dataclasses.replace(item, shape=(plan.num_ranks, *item.shape), shards=(own, *behind), num_terms=item.num_terms + 1)
     if not isinstance(placement, Shard):
         return item
     shard = MeshShard(axis=plan.axis, size=plan.num_ranks, dim=placement.dim, outer=placement.outer)

@@ -22,7 +22,7 @@ import torch
 from graphacc.graph import Input, Kind, Output, Phase, StepGraph, local_shape
 from graphacc.ops.facts import LAYOUT_KINDS, of_kind
 from graphacc.passes.partition.assign import Layout
-from graphacc.passes.partition.placement import REPLICATE, Placement, Shard
+from graphacc.passes.partition.placement import REPLICATE, Partial, Placement, Shard
 from graphacc.strategy.axes import ZERO_AXES
 
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -74,13 +74,15 @@ def split_before(shape: tuple[int, ...], num_ranks: int, behind: int, kept: int 
     return None if split is None else Shard(split.dim + len(shape) - len(rest), padding=split.padding)
 
 
-def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], split: Layout) -> Layouts:
+def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], split: Layout, *, sums_late: bool = False) -> Layouts:
     """Placements for ZeRO `stage` 1, 2 or 3 along an axis; along one of replicas for stage 0.
 
     Args:
         batch: placeholder name -> the placement of what is split of the batch.
         split: that of a parameter's shape.
+        sums_late: gradients that are given, and those that replace them, are every rank's own.
     """
+    late = {(item.kind, item.target): Partial() for item in step.inputs if sums_late and item.kind is Kind.GRAD}
     owners = {item.target: item.shape for item in step.inputs if item.kind is Kind.PARAM}
     parts = [node for node in step.graph.nodes if _is_part_in_update(node)]
     trained = {tuple(node.meta["val"].shape) for node in parts if not any(map(_is_part_in_update, _reached(node)))}
@@ -96,8 +98,8 @@ def zero_layouts(step: StepGraph, stage: int, batch: Mapping[str, Placement], sp
             return None
         return split(local_shape(item.shape, item.shards))
 
-    inputs = {item.name: placed for item in step.inputs if (placed := place(item)) is not None} | dict(batch)
-    outputs = {(item.kind, item.target): place(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
+    inputs = {item.name: placed for item in step.inputs if (placed := late.get((item.kind, item.target)) or place(item)) is not None} | dict(batch)
+    outputs = {(item.kind, item.target): late.get((item.kind, item.target)) or place(item) or REPLICATE for item in step.outputs if item.kind is Kind.GRAD}
     return Layouts(inputs=inputs, outputs=outputs, state=lambda shape: split(shape) if stage and shape in trained else None)
 
 
