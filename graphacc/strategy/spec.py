@@ -63,7 +63,7 @@ class Strategy:
     delay: int = 0  # with offload: 1 lets the host update with the gradients of a step while the devices run the next one; changes numerics
     delay_after: int = 40  # with delay=1: steps that are not delayed before
     precision: str = "fp32"  # "fp32", or "bf16": compute in bf16, fp32 masters
-    reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes
+    reduce_dtype: str = "fp32"  # of gradients computed in bf16: cast to fp32 and summed over the ranks so, or "bf16": summed in bf16, at half the bytes; those that add up on each rank before (`late_axes`) are summed as they lie there
 
     def __post_init__(self):
         for axis in AXES:

@@ -9,6 +9,7 @@ from simulate import run_global
 from zoo_steps import check, forward_case, partitioned, shared_case
 
 from graphacc.graph import Kind
+from graphacc.passes.accumulation import accumulating
 from graphacc.passes.partition import PartitionReport
 
 # Models whose samples are independent up to the loss: nothing but parameters, gradients and scalars is communicated.
@@ -77,16 +78,16 @@ def test_evaluation(name):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_joint_and_update_graphs_agree_on_the_layout_of_gradients(stage):
-    """Gradient accumulation runs the two apart: gradients are split from stage 2 on, in both in the same way."""
+    """Gradient accumulation runs the two apart: gradients are split from stage 2 on, in both in the same way; before, both have every rank's own sum."""
     case = shared_case("gpt2")[0]
     strategy = f"fsdp=4,zero={stage}"
     for step in (case.joint, case.update):
         inputs = case.inputs(step)
         check(step, strategy, inputs, run_global(step, inputs))
-    joint, update = partitioned(case.joint, strategy)[0], partitioned(case.update, strategy)[0]
-    given = {item.target: item.shards for item in joint.outputs if item.kind is Kind.GRAD}
-    taken = {item.target: item.shards for item in update.inputs if item.kind is Kind.GRAD}
+    joint, update = partitioned(accumulating(case.joint), strategy)[0], partitioned(case.update, strategy)[0]
+    given = {item.target: (item.shape, item.shards, item.num_terms) for item in joint.outputs if item.kind is Kind.GRAD}
+    taken = {item.target: (item.shape, item.shards, item.num_terms) for item in update.inputs if item.kind is Kind.GRAD}
     assert given == taken
-    assert all(bool(shards) == (stage >= 2) for shards in given.values())
+    assert all(shards and num_terms == (stage < 2) for _, shards, num_terms in given.values())
     assert all(item.shards for item in update.inputs if item.kind is Kind.STATE and item.shape)
     assert all(bool(item.shards) == (stage == 3) for item in update.outputs if item.kind is Kind.PARAM)
