@@ -422,8 +422,9 @@ class Assigner:
         rows = next((operand for operand in call.operands if operand.node in self.rows and isinstance(operand.placement, Partial)), None)
         if rows is not None and target in DTYPE_CASTS and call.node.meta["val"].dtype == self.rows[rows.node]:
             return Plan((rows.placement,), rows.placement)  # no narrower than the products, whose sums would be as narrow
-        if target in DTYPE_CASTS and (own := call.operands[0].placement) == Partial("sum") and self._adds_up_late(call.node):
-            return Plan((own,), own)  # every rank rounds its own gradient, as one does that computes alone
+        if self._adds_up_late(call.node) and (self._accumulates(call.node) or (target in DTYPE_CASTS and call.operands[0].placement == Partial("sum"))):
+            own = Partial("sum")  # every rank rounds its own gradient, as one does that computes alone; what all have computed, the first one adds
+            return Plan((own,) * len(call.operands), own)
         counts_sums = self.model is not None and call.phase is Phase.BACKWARD and rows is None
         pin = self.pins.get(call.node.name)
         pinned = plan_for_result(call, plan, pin) if isinstance(pin, Shard) else None

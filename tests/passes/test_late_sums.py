@@ -63,6 +63,17 @@ def test_no_sum_before_the_update(strategy, precision):
     assert all(move.phase is Phase.BACKWARD for move in moves)
 
 
+@pytest.mark.parametrize("strategy", ["dp=16", "fsdp=16,zero=1"])
+def test_a_batch_that_is_not_split(strategy):
+    """All ranks compute the same gradient, which one of them adds: nothing moves before the update."""
+    case = shared_case("tied_mlp")[0]
+    step = accumulating(case.joint)
+    inputs = case.inputs(step)
+    check(step, strategy, inputs, run_global(step, inputs))
+    run, _ = partitioned(step, strategy)
+    assert not any("move" in node.meta for node in run.graph.nodes)
+
+
 def test_where_ranks_keep_parts_each_run_scatters():
     """From ZeRO-2 on a rank keeps its part of a gradient alone."""
     case = shared_case("gpt2")[0]
