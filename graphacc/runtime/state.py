@@ -8,7 +8,6 @@ the first of them.
 """
 
 import collections
-import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from graphacc._compat.jax_ import x64
-from graphacc.graph import Codes, Kind, local_shape
+from graphacc.graph import Codes, Kind, Output, local_shape
 from graphacc.runtime.distributed import process_index
 from graphacc.runtime.layout import Item, dtype_of, orders, sharding, stored_shape, summed
 from graphacc.runtime.transfer import note_started, processes_of, send, settle, without_data
@@ -235,9 +234,14 @@ def relayout(array: jax.Array, old: Item, new: Item, mesh: Mesh) -> jax.Array:
         if old.num_terms == new.num_terms and stored_shape(old) == stored_shape(new) and not orders(old) and not orders(new):
             moved = jax.device_put(array, sharding(new, mesh))
         else:
-            moved = _restore(dataclasses.replace(old, target=""), dataclasses.replace(new, target=""), sharding(new, mesh))(array)
+            moved = _restore(_form(old), _form(new), sharding(new, mesh))(array)
     note_started([moved])
     return moved
+
+
+def _form(item: Item) -> Item:
+    """What tensors of one form have in common: one program moves all of them."""
+    return Output(kind=item.kind, target="", shape=item.shape, dtype=item.dtype, shards=item.shards, num_terms=item.num_terms)
 
 
 @functools.lru_cache(maxsize=256)
