@@ -254,11 +254,15 @@ def _restore(old: Item, new: Item, layout: jax.sharding.NamedSharding):
             array = jnp.take(array, places[np.argsort(order[places])], axis=dim)
         array = array[tuple(slice(0, size) for size in old.shape)]
         if old.num_terms != new.num_terms:
-            array = array.sum(tuple(range(old.num_terms)))
-            terms = [(0, size - 1) for size in new.shape[: new.num_terms]]
-            array = jnp.pad(array.reshape((1,) * new.num_terms + array.shape), [*terms, *[(0, 0)] * array.ndim])
+            total = array.sum(tuple(range(old.num_terms)))
+            array = _padded(total.reshape((1,) * new.num_terms + total.shape), new.shape)
         for dim, order in orders(new).items():
             array = jnp.take(array, np.where(order < 0, new.shape[dim], order), axis=dim, mode="fill", fill_value=0)
-        return jnp.pad(array, [(0, big - small) for big, small in zip(stored_shape(new), array.shape)])
+        return _padded(array, stored_shape(new))
 
     return jax.jit(restore, out_shardings=layout)
+
+
+def _padded(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """With zeros behind the end of every dim; numbers have none."""
+    return jnp.pad(array, [(0, big - small) for big, small in zip(shape, array.shape)]) if shape else array

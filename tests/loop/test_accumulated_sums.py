@@ -23,7 +23,7 @@ def mixture() -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Steps of two batches each, one of which clips, one reads gradients before and behind its second backward, one writes them between the two, and one only evaluates."""
+    """Steps of two batches each, one of which clips, one reads gradients before and behind its second backward, one writes them between the two, and one has one batch alone."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
     generator = torch.Generator().manual_seed(1)
     for kind in ("plain", "clips", "reads", "writes", "one", "plain"):

@@ -114,6 +114,16 @@ def test_sums_are_told_from_their_terms():
         simulate(update, {"dp": 4}, inputs)
 
 
+def test_the_gradient_of_a_number():
+    """Found by a loop that reads the gradient of a learned scale: JAX pads no number."""
+    mesh = make_mesh(Strategy(dp=8), jax.devices()[:8])
+    terms = Input(name="", kind=Kind.GRAD, target="scale", shape=(8,), dtype=torch.float32, shards=(MeshShard(axis="dp", size=8, dim=0),), num_terms=1)
+    whole, value = summed(terms), torch.tensor(1.5)
+    spread = relayout(to_device(value, whole, mesh), whole, terms, mesh)
+    assert np.asarray(spread).tolist() == [1.5, *[0.0] * 7]
+    assert torch.equal(to_torch(relayout(spread, terms, whole, mesh), whole), value)
+
+
 @pytest.mark.parametrize("split", [(), (MeshShard(axis="fsdp", size=2, dim=1),)])
 def test_from_one_layout_to_the_other(split):
     """A gradient that the loop wrote lies on the first rank; read back it is the sum over all."""
