@@ -322,9 +322,10 @@ _why_off: dict[Feature, str] = {}
 
 def has(feature: Feature) -> bool:
     """Whether a feature is on; says once, in one line, which of its APIs is missing where it is not."""
-    if feature not in _why_off and (absent := _missing_once(feature)):
-        switch_off(feature, f"{absent[0]} is missing")
-    return feature not in _why_off
+    if feature in _why_off:
+        return False
+    absent = _missing_once(feature)
+    return switch_off(feature, f"{absent[0]} is missing") if absent else True
 
 
 def why_not_at_all() -> str | None:

@@ -19,6 +19,8 @@ from torch.nn.utils import parametrize
 from graphacc._compat import probes
 from graphacc._compat.probes import has
 
+_C: Any = torch._C  # of what stubs do not know
+
 
 def group_rank(name: str) -> int:
     """This process's rank in the process group registered under `name` (a mesh axis)."""
@@ -248,14 +250,28 @@ def in_this_thread(replacement: Callable, original: Callable) -> Callable:
 
 def in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad) is around this code."""
-    return has(probes.TRANSFORMS) and torch._C._functorch.peek_interpreter_stack() is not None
+    return has(probes.TRANSFORMS) and _C._functorch.peek_interpreter_stack() is not None
 
 
 def unwrapped(tensor):
     """The tensor inside of those that transforms of torch.func (vmap, grad) wrap around it."""
-    while in_transform() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while in_transform() and _C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def nothing_around() -> bool:
+    """Whether neither `watched_by_autograd` nor `mode_around` can have an answer, quickly: loops ask it at every call."""
+    if not _can_look() or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return False
+    if _C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not torch.is_grad_enabled() or _C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@functools.cache
+def _can_look() -> bool:
+    return all(map(has, (probes.FORWARD_MODE, probes.TRANSFORMS, probes.SAVED_TENSOR_HOOKS, probes.MODES)))
 
 
 def watched_by_autograd() -> str | None:
@@ -273,9 +289,7 @@ def watched_by_autograd() -> str | None:
 def _saved_tensors_hooks() -> tuple | None:
     if not has(probes.SAVED_TENSOR_HOOKS):
         return None
-    from torch._C import _autograd
-
-    return _autograd._top_saved_tensors_default_hooks(True)
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def own_saved_tensors() -> contextlib.AbstractContextManager:
@@ -710,9 +724,7 @@ def is_profiling() -> bool:
     """Whether a profiler of torch runs; where torch does not say, ranges are given to it in any case, at some microseconds each."""
     if not has(probes.TORCH_PROFILER):
         return True
-    from torch._C import _autograd
-
-    return _autograd._profiler_enabled()
+    return _C._autograd._profiler_enabled()
 
 
 def leave_out(optimizer: torch.optim.Optimizer, result: object) -> bool:

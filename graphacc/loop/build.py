@@ -68,9 +68,8 @@ class GradientCode:
 
     def key(self) -> tuple:
         tape = self.tape
-        bindings = tuple((name, tape.grad_values.get(name), tape.grad_bindings.get(name)) for name in self.names)
-        read = tuple((index, tuple(tape.values[index].shape), tape.values[index].dtype) for index in self.forward_values)
-        return tape.key(tape.gradient_calls), bindings, self.max_norm, self.results, read
+        bindings = tuple(zip(self.names, map(tape.grad_values.get, self.names), map(tape.grad_bindings.get, self.names)))
+        return tape.gradient_key, bindings, self.max_norm, self.results
 
     def update_gradients(self, env: dict[int, Tensor]) -> dict[str, Tensor]:
         """Parameter name -> the gradient that the update uses, from the values of the gradient code."""

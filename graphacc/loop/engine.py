@@ -9,6 +9,7 @@ gradients, and `ByPyTorch` runs what no program can.
 import contextlib
 import dataclasses
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from graphacc.capture.optimizer import is_separable, kinds_of_state, note_kinds_
 from graphacc.capture.recurrent import check_unpacked
 from graphacc.errors import CaptureError, GraphAccError, LoopError, ParameterWritten
 from graphacc.graph import Kind
-from graphacc.loop import regions, trees
+from graphacc.loop import columns, regions, trees
 from graphacc.loop.buckets import Buckets, why_not_under
 from graphacc.loop.arguments import Containers, refill
 from graphacc.loop.by_pytorch import ByPyTorch
@@ -39,13 +40,13 @@ from graphacc.loop.fakes import Fakes
 from graphacc.loop.execution import Execution
 from graphacc.loop.given_numbers import GivenNumbers, Streaks, as_numbers, given_back
 from graphacc.loop.fallback import NOT_COMPILED, Fallback, explanation
-from graphacc.loop.gradients import Gradients, used_again
+from graphacc.loop.gradients import Gradients
 from graphacc.loop.guards import Guards, NewInput
 from graphacc.loop.islands import Islands
 from graphacc.loop.keys import RandomKeys
 from graphacc.loop.loss_forms import LossForms
 from graphacc.loop.losses import LossWatch
-from graphacc.loop.managed import SPENT, ZERO, Handle, handle_of, manage
+from graphacc.loop.managed import Handle, Versions, handle_of, manage
 from graphacc.loop.model_call import ModelCall
 from graphacc.loop.optimizers import Binding, OtherState, bind, inner_optimizers, parameter_names, python_number
 from graphacc.loop.programs import Programs
@@ -91,6 +92,11 @@ class Options:
     capture: str = "auto"  # "fx", "lazy", or "auto": lazy tensors where torch.fx refuses
     bucket_lengths: tuple[int, ...] = ()  # lengths that batches are padded to, ascending
     length_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # path of a batch tensor -> its dims that are lengths
+
+
+_NAME, _TENSOR, _IS_TRAINING, _IS_DIFFERENTIATED = map(operator.attrgetter, ("name", "tensor", "training", "differentiated"))
+
+_FLAGS = frozenset({bool})
 
 
 class Engine:
@@ -252,10 +258,11 @@ class Engine:
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
         if caches_parametrizations() and any(_is_parametrization_with_buffers(module) for module in self.structure.modules):
             raise NotRecorded("parametrize.cached() around it: a parametrization that updates its buffers runs once for all calls inside")
-        if any(is_multi_grad_hook(hook) for mode in function.mode[1] if mode not in (True, False) for hooks in mode[1:] for hook in hooks):
+        hooked = () if _FLAGS.issuperset(map(type, function.mode[1])) else [mode for mode in function.mode[1] if type(mode) is not bool]
+        if any(is_multi_grad_hook(hook) for mode in hooked for hooks in mode[1:] for hook in hooks):
             raise NotRecorded("a parameter has a hook of torch.autograd.graph.register_multi_grad_hook")
-        if hooked := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None):
-            raise NotRecorded(f"the node of autograd that accumulates the gradient of {hooked!r} has hooks, which run in PyTorch's own backward alone")
+        if any(map(_IS_DIFFERENTIATED, self.handles.values())) and (name := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None)):
+            raise NotRecorded(f"the node of autograd that accumulates the gradient of {name!r} has hooks, which run in PyTorch's own backward alone")
         trains = torch.is_grad_enabled() and (as_region or any(handle.trains for handle in self.handles.values()))
         if any(self.handles[name].is_held for name in self.replaced if name in self.handles):
             self.settle_buffers()
@@ -438,19 +445,20 @@ class Engine:
                     binding.misfit = handle
             if self.programs.offload is not None:
                 self.programs.state.discard(Kind.PARAM, handle.name)  # the host would go on giving the devices that form
+            handle.forget_spent()
             self.form += 1
 
     def _mode(self) -> tuple:
         if not self.structure.is_current():
             self._follow_replacements()
-        with torch._C.DisableTorchFunctionSubclass():
-            if swapped := [handle.name for handle in self.handles.values() if handle_of(handle.tensor) is not handle]:
-                raise LoopError(
-                    f"{swapped[0]!r} was exchanged by torch.utils.swap_tensors, which leaves the compiled model with a tensor that it does not know: "
-                    "swap before graphacc.compile, assign a new nn.Parameter to the module, or write in place (copy_)"
-                )
-            grads = tuple(_grad_mode(handle.tensor) for handle in self.handles.values())
-        return tuple((module, module.training) for module in self.structure.modules), grads, code_of(self.structure.modules), self.structure.places
+        handles, modules = list(self.handles.values()), self.structure.modules
+        if not columns.same(columns.handles_of(map(_TENSOR, handles)), handles):
+            swapped = next(handle.name for handle in handles if handle_of(handle.tensor) is not handle)
+            raise LoopError(
+                f"{swapped!r} was exchanged by torch.utils.swap_tensors, which leaves the compiled model with a tensor that it does not know: "
+                "swap before graphacc.compile, assign a new nn.Parameter to the module, or write in place (copy_)"
+            )
+        return tuple(zip(modules, map(_IS_TRAINING, modules))), columns.grad_modes(handles), code_of(modules), self.structure.places
 
     def swapped(self) -> str | None:
         """Why the tensors that the modules hold now cannot be moved to the devices, if they cannot."""
@@ -536,9 +544,10 @@ class Engine:
             self._discard(tape)
 
     def _new_tape(self) -> Tape:
+        for handle in list(self.watched):
+            handle.note_uncounted()
         tape = Tape(self, self.keys.next())
-        with torch._C.DisableTorchFunctionSubclass():
-            tape.parameter_versions = {name: handle.version for name, handle in self.handles.items()}
+        tape.versions = Versions(self.handles)
         return tape
 
     def _discard(self, tape: Tape) -> None:
@@ -748,12 +757,8 @@ class Engine:
             if binding.by_torch is not None:
                 self.prepare_torch_step(binding)
                 return False
-            for handle in (self.handles[name] for name in binding.names):
-                if handle.grad is SPENT:
-                    raise used_again(handle, f"{type(optimizer).__name__}.step()")
-                if handle.grad is ZERO or (handle.grad is not None and handle.host_grad is not None):
-                    self.gradients.settle(handle)
-            names = tuple(name for name in binding.names if self.handles[name].has_grad)
+            handles = self.gradients.used_by(optimizer, list(map(self.handles.__getitem__, binding.names)))
+            names = tuple(map(_NAME, handles))
             if not names:
                 return True
             if self._last_function is None:
@@ -768,14 +773,10 @@ class Engine:
             except NOT_COMPILED as error:
                 if not self._step_in_parts(binding, names, tape, error):
                     return False
-            for name in names:
-                handle = self.handles[name]
-                if kept:
-                    handle.refresh()  # counts as a write, which autograd notices
-                if isinstance(handle.grad, Tape) and not self.options.keep_gradients:
-                    handle.given_by = weakref.ref(handle.grad), handle.grad.grad_bindings[name]
-                    handle.grad = SPENT
-                    self.gradients.accumulated.discard(name)
+            for handle in handles if kept else ():
+                handle.refresh()  # counts as a write, which autograd notices
+            if not self.options.keep_gradients:
+                self.gradients.spend(handles)
             self.steps += 1
             if tape is not None and tape.loss is not None:
                 self.losses.watch(self.steps, tape)
@@ -842,6 +843,8 @@ class Engine:
 
     def runs_within(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of an optimizer that holds this one runs now."""
+        if not self.torch_steps:
+            return False
         outer = (binding.optimizer for binding in self.bindings if id(binding.optimizer) in self.torch_steps)
         return any(inner is optimizer for other in outer for inner in inner_optimizers(other).values())
 
@@ -852,11 +855,11 @@ class Engine:
 
     def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         """What ties an optimizer to this model; made at first use."""
-        if optimizer not in self._bindings:
-            self._bindings[optimizer] = bind(self, optimizer)
-        binding = self._bindings[optimizer]
+        binding = self._bindings.get(optimizer)
+        if binding is None:
+            binding = self._bindings[optimizer] = bind(self, optimizer)
         names, strangers = parameter_names(self, optimizer)  # groups can be added
-        if binding.state_on_device and (left := set(binding.names) - set(names)):
+        if binding.state_on_device and names != binding.names and (left := set(binding.names) - set(names)):
             self._bring_state_home(binding, left)
         binding.names = names
         if len(self._bindings) > 1:
@@ -1017,12 +1020,6 @@ def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _form(args: tuple, kwargs: dict) -> tuple:
     """Shapes and dtypes of a call's tensors."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))
-
-
-def _grad_mode(tensor: Tensor) -> object:
-    """Whether a parameter takes a gradient, and its hooks."""
-    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-    return (tensor.requires_grad, *(tuple((held or {}).values()) for held in hooks)) if any(hooks) else tensor.requires_grad
 
 
 def _is_parametrization_with_buffers(module: nn.Module) -> bool:

@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
+import itertools
+import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -18,6 +21,7 @@ from graphacc.graph import Kind, StepGraph
 from graphacc.loop import build, microbatches, offload
 from graphacc.loop.buckets import Cut, reads_lengths
 from graphacc.loop.identity import Identity
+from graphacc.loop.managed import Handle
 from graphacc.loop.model_call import RecordedCode
 from graphacc.loop.optimizers import Binding
 from graphacc.loop.programs import GRAD_TO_HOST, BatchForms, Compiled, number_bits
@@ -36,6 +40,10 @@ _OF_FORWARD = ("step", "grad", GRAD_TO_HOST, "forward")
 MAX_JOINTS = 16
 """Captured graphs of forward and backward that are kept for further programs of them."""
 
+_IS_MISSING, _IS_STALE, _IS_VIEWED, _FREES_HOST = map(operator.attrgetter, ("missing", "host_is_stale", "viewed", "frees_host"))
+
+_RESULTS = operator.attrgetter("results")
+
 _ALIKE = "parameters with equal counts of steps"
 """Aspect of a program that updates, see `Execution._alike`."""
 
@@ -43,12 +51,18 @@ _GOLDEN = 0x9E3779B9
 """Multiplied with a microbatch's number, spreads it over 32 bits (the golden ratio), so that its random key is its own."""
 
 
-class _Joint(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Joint:
     """Forward and backward of a recording, or of one of its microbatches."""
 
     step: build.Step
     parts: Microbatches | None = None
     why_apart: str = ""
+
+    @functools.cached_property
+    def trained(self) -> list[str]:
+        """The parameters that get gradients."""
+        return [output.target for output in self.step.outputs if output.kind is Kind.GRAD]
 
 
 class Execution:
@@ -64,6 +78,10 @@ class Execution:
     def joint(self, tape: Tape) -> build.Step:
         """Forward and backward of a recording, or of one of its microbatches."""
         return self._joint(tape, self.count(tape)).step
+
+    def trained(self, tape: Tape) -> list[str]:
+        """The parameters that a backward gives gradients."""
+        return self._joint(tape, self.count(tape)).trained
 
     def count(self, tape: Tape) -> int:
         """The number of microbatches of a recording: the strategy's; where the search has chosen that, the next smaller one that gives what the batch gives."""
@@ -199,8 +217,14 @@ class Execution:
         if tape.bucket is not None and reads_lengths(tape, code):
             tape.bucket = None
         alike = self._alike(binding, names)
-        captured = functools.cache(lambda backend: self._captured_update(binding, code, alike))
-        update = lambda: captured(self.engine.fallback.backend.name)  # noqa: E731
+        captured: dict[str, build.Step] = {}
+
+        def update() -> build.Step:
+            backend = self.engine.fallback.backend.name
+            if backend not in captured:
+                captured[backend] = self._captured_update(binding, code, alike)
+            return captured[backend]
+
         self._choose(tape, update)
         if not self.engine.programs.runs_whole_steps:  # the host is to do the update
             self.run_update(tape, binding, names)
@@ -356,7 +380,7 @@ class Execution:
             self.engine.fetch_optimizer_state(binding)
 
     def _gradient_code(self, tape: Tape, names: tuple[str, ...]) -> build.GradientCode:
-        made = {*tape.grad_values.values(), *(index for call in tape.gradient_calls for index in call.results)}
+        made = {*tape.grad_values.values(), *itertools.chain.from_iterable(map(_RESULTS, tape.gradient_calls))}
         results = tuple(index for index in tape.live() if index in made and not tape.has_value(index))
         return build.GradientCode(tape=tape, names=names, max_norm=self.engine.options.max_grad_norm, results=results)
 
@@ -469,9 +493,8 @@ class Execution:
             feeds[Kind.BATCH, path] = tensor
         if binding is not None:
             feeds |= {(Kind.HYPER, name): value for name, value in hyperparameters(binding.optimizer, binding.dynamic).items()}
-        for item in compiled.graph.inputs:
-            if item.kind in (Kind.LOSS, Kind.USER):
-                feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
+        for item in compiled.values_read:
+            feeds[item.kind, item.target] = tape.value(tape.loss if item.kind is Kind.LOSS else int(item.target))
         return feeds
 
     def feeds_of_parts(self, compiled: Compiled, tape: Tape) -> list[dict[tuple[Kind, str], object]]:
@@ -488,8 +511,13 @@ class Execution:
         ]
 
     def _mark_stale(self, compiled: Compiled) -> None:
-        for target in compiled.written:
-            self.engine.handles[target].mark_stale()
+        changed = list(map(self.engine.handles.__getitem__, compiled.written))
+        if any(map(_IS_VIEWED, changed)) or any(map(_FREES_HOST, changed)):
+            for handle in changed:
+                handle.mark_stale()
+        else:
+            for handle in changed:
+                handle.host_is_stale = True
         self.updates += compiled.updates
 
     def upload(self, compiled: Compiled, tape: Tape) -> None:
@@ -501,13 +529,16 @@ class Execution:
         if tape.lost is not None:
             raise written_too_early(tape.lost)
         waiting = [other for other in (self.engine.tape, self.engine.gradients.pending) if other is not None and other is not tape and not other.has_run]
-        handles, deferred = self.engine.handles, self.engine.deferred
-        read = compiled.model_inputs
+        deferred = self.engine.deferred
         deferred.flush()
-        deferred.require(handles[item.target] for item in read if item.target in handles)
-        for item in read:
-            handle = handles.get(item.target)
-            if handle is not None and (handle.host_is_newer or not self.engine.programs.holds_for(item)):
+        read = list(map(self.engine.handles.get, compiled.model_targets))  # None: a constant of the program's
+        handles = [handle for handle in read if handle is not None] if None in read else typing.cast("list[Handle]", read)
+        if any(map(_IS_MISSING, handles)):
+            deferred.require(handles)
+        lacking = set(map(id, compiled.looked_at.under(self.engine.programs)))
+        both = zip(compiled.model_inputs, read) if lacking or None in read else itertools.compress(zip(compiled.model_inputs, read), map(operator.not_, map(_IS_STALE, read)))
+        for item, handle in both:
+            if handle is not None and (handle.host_is_newer or id(item) in lacking):
                 handle.refresh()  # as the devices have it in another form
                 if compiled.kind != "update" and self.engine.by_pytorch.written_since(handle, tape):
                     raise written_too_early(handle.name)
@@ -523,7 +554,7 @@ class Execution:
         programs = self.engine.programs
         if not binding.state_on_device:  # also of parameters that this program does not update
             programs.discard_state(binding.names)
-        missing = [item for item in compiled.state_inputs if not programs.state.holds(item.kind, item.target)]
+        missing = [] if programs.state.holds_all(compiled.state_keys) else [item for item in compiled.state_inputs if not programs.state.holds(item.kind, item.target)]
         keys: dict[str, list[str]] = collections.defaultdict(list)
         for item in missing:
             name, _, key = item.target.rpartition("/")

@@ -1,7 +1,7 @@
 """Shapes and dtypes of recorded calls, by running them on fake tensors."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from graphacc.capture.recurrent import check_unpacked
 from graphacc.capture.source import calling_line
 from graphacc.errors import CaptureError, ParameterWritten
 from graphacc.graph import Kind
-from graphacc.loop import trees
+from graphacc.loop import columns, trees
 from graphacc.loop.arguments import refill
 from graphacc.loop.decisions import Recorder, memory_of, written_by
 from graphacc.loop.managed import Handle, handle_of
@@ -44,6 +44,7 @@ class Fakes:
         self._knows = knows
         self._managed: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
+        self._last_gradients: tuple[tuple[Sequence[Handle], list[columns.Form]], list[Tensor]] | None = None  # of which parameters, and their forms
         self._names: dict[int, str] = {}  # memory of a fake parameter or buffer -> its name
         self.drew = False  # whether the last call drew random numbers
 
@@ -63,6 +64,13 @@ class Fakes:
         if fake is None or (fake.shape, fake.dtype) != (like.shape, like.dtype):
             fake = self._gradients[handle.name] = self._like(like)  # of memory of its own
         return fake
+
+    def gradients_of(self, handles: Sequence[Handle]) -> list[Tensor]:
+        """`gradient_of` each; found again at once for the same parameters of the same forms."""
+        looked_at = handles, columns.forms(handles)
+        if self._last_gradients is None or self._last_gradients[0] != looked_at:
+            self._last_gradients = looked_at, list(map(self.gradient_of, handles))
+        return self._last_gradients[1]
 
     def run(self, function: Callable, args: tuple, kwargs: dict, recorder: Recorder | None):
         """Call a function on fake tensors; the result's tensors are fake, and nothing real is touched."""

@@ -77,6 +77,8 @@ class GivenNumbers:
         Returns:
             The numbers that are inputs, by label.
         """
+        if _LOOKED_INTO.isdisjoint(map(type, args)) and _LOOKED_INTO.isdisjoint(map(type, kwargs.values())):
+            return {}
         present = dict(itertools.islice(_numbers((args, kwargs), ()), MAX_NUMBERS + 1))
         if not present:
             return {}

@@ -4,8 +4,10 @@ A gradient is a value of the pending recording, which had its backward and has n
 tensor, which the loop wrote or PyTorch computed; or was consumed by a step (`SPENT`), or cleared (`ZERO`).
 """
 
-import logging
 import functools
+import itertools
+import logging
+import operator
 import sys
 import typing
 import weakref
@@ -17,7 +19,7 @@ from torch import Tensor
 from graphacc._compat.torch_ import storage_users
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
-from graphacc.loop import build
+from graphacc.loop import build, columns
 from graphacc.loop.decisions import memory_of
 from graphacc.loop.fallback import NOT_COMPILED, explanation
 from graphacc.loop.managed import SPENT, ZERO, Handle
@@ -30,6 +32,8 @@ if typing.TYPE_CHECKING:
 
 
 log = logging.getLogger("graphacc")
+
+_NAME, _GRADIENT, _IS_VIEWED = map(operator.attrgetter, ("name", "grad", "viewed"))
 
 
 class Gradients:
@@ -64,7 +68,7 @@ class Gradients:
                 self._by_autograd(tape, self.engine.by_pytorch.run_loss, why)
                 return
             try:
-                joint = self.engine.fallback.attempt(lambda: self.engine.execution.joint(tape))
+                trained = self.engine.fallback.attempt(lambda: self.engine.execution.trained(tape))
             except NOT_COMPILED as error:
                 self.engine.refuse(tape, error)
                 self._by_autograd(tape, self.engine.by_pytorch.run, explanation(error))
@@ -73,14 +77,25 @@ class Gradients:
                 self._note_microbatches(tape)
             self.pending = tape
             self.engine.ways_back.follow(tape)
-            held = {}
-            for giver in set(filter(None, map(_giver, self.engine.handles.values()))):
+            everything = self.engine.handles.values()
+            for giver in set(filter(None, map(_giver, everything))) if not columns.are(columns.host_grads(everything), None) else ():
                 giver.let_go_of_gradients()
-            for output in joint.outputs:
-                if output.kind is not Kind.GRAD:
-                    continue
-                handle = self.engine.handles[output.target]
-                tape.grad_values[handle.name] = index = tape.add_value(self.engine.fakes.gradient_of(handle))
+            held = self._bind(tape, list(map(self.engine.handles.__getitem__, trained)))
+            if self.engine.torch_steps or held:
+                self.force(tape)
+                for handle, own in held.items():
+                    _replace(handle, own)
+            elif any(map(_IS_VIEWED, everything)) and any(handle.kind is Kind.PARAM and handle.is_shared for handle in everything):
+                self.engine.execution.run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
+
+    def _bind(self, tape: Tape, trained: Sequence[Handle]) -> dict[Handle, Tensor]:
+        """Let the gradients of a backward be values of its recording; returns the ordinary ones that the loop holds, which these are to be added to."""
+        start, names = len(tape.values), list(map(_NAME, trained))
+        tape.values += self.engine.fakes.gradients_of(trained)
+        tape.grad_values = dict(zip(names, range(start, len(tape.values)), strict=True))
+        held = {}
+        if any(map(operator.is_, map(_GRADIENT, trained), itertools.repeat(SPENT))) or not columns.are(columns.host_grads(trained), None):
+            for handle in trained:
                 if handle.grad is SPENT:
                     continue  # what this adds to is not known; the loop may clear it before it is used, as that of two optimizers in turn does
                 if (own := handle.host_grad) is not None:
@@ -90,14 +105,12 @@ class Gradients:
                         self.host_grads[handle.name] = self._with_accumulated(handle.name, own)
                         self.accumulated.add(handle.name)
                     handle.host_grad = None  # zeros that nobody holds, of `zero_grad(set_to_none=False)`, are as good as nothing
-                tape.grad_bindings[handle.name] = index
-                handle.grad = tape
-            if self.engine.torch_steps or held:
-                self.force(tape)
-                for handle, own in held.items():
-                    _replace(handle, own)
-            elif any(handle.kind is Kind.PARAM and handle.is_shared for handle in self.engine.handles.values()):
-                self.engine.execution.run_grad(tape)  # a tensor that shares a parameter's memory may be written at any time
+            trained = [handle for handle in trained if handle.grad is not SPENT]
+            names = list(map(_NAME, trained))
+        tape.grad_bindings = dict(zip(names, map(tape.grad_values.__getitem__, names)))
+        for handle in trained:
+            handle.grad = tape
+        return held
 
     def _by_autograd(self, tape: Tape, run: Callable[[Tape, str], None], why: str) -> None:
         """The backward of a recording by PyTorch's autograd, of which `run` makes its values results."""
@@ -159,6 +172,32 @@ class Gradients:
         with self.engine.by_pytorch.on_host(tape), torch.no_grad():
             return code.replay(grads, [*externals, *values, *(handle.host_value() for handle in code.handles)])
 
+    def used_by(self, optimizer: torch.optim.Optimizer, handles: Sequence[Handle]) -> Sequence[Handle]:
+        """Before a step of these parameters: those that have gradients, each of which is of one backward, or is an ordinary tensor.
+
+        Raises:
+            LoopError: an earlier step has consumed one.
+        """
+        if self.pending is not None and columns.are(map(_GRADIENT, handles), self.pending) and columns.are(columns.host_grads(handles), None):
+            return handles  # in an ordinary loop
+        for handle in handles:
+            if handle.grad is SPENT:
+                raise used_again(handle, f"{type(optimizer).__name__}.step()")
+            if handle.grad is ZERO or (handle.grad is not None and handle.host_grad is not None):
+                self.settle(handle)
+        return [handle for handle in handles if handle.has_grad]
+
+    def spend(self, handles: Sequence[Handle]) -> None:
+        """A step has consumed these gradients, but for ordinary tensors."""
+        for tape in dict.fromkeys(map(_GRADIENT, handles)):
+            if isinstance(tape, Tape):
+                of_it = handles if columns.are(map(_GRADIENT, handles), tape) else [handle for handle in handles if handle.grad is tape]
+                names = list(map(_NAME, of_it))
+                self.accumulated.difference_update(names)
+                given = zip(itertools.repeat(weakref.ref(tape)), map(tape.grad_bindings.__getitem__, names))
+                for handle, giver in zip(of_it, given):
+                    handle.given_by, handle.grad = giver, SPENT
+
     def write(self, handle: Handle, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
         name = handle.name
@@ -170,8 +209,9 @@ class Gradients:
             value = value.tape.value(value.index)
         tape, handle.grad = handle.grad, None
         handle.host_grad = value
-        self.accumulated.discard(name)
-        self.host_grads.pop(name, None)
+        if self.accumulated or self.host_grads:
+            self.accumulated.discard(name)
+            self.host_grads.pop(name, None)
         if isinstance(tape, Tape):
             tape.grad_bindings.pop(name, None)
             if tape is self.pending and not tape.grad_bindings:

@@ -36,7 +36,7 @@ from graphacc.errors import CaptureError, NeverCaptured
 from graphacc.loop import told, trees
 from graphacc.loop.mixed import Mixin
 from graphacc.loop.outside import ENVIRONMENT, SETTINGS, files_noted, prints_said
-from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots, kind_of, numbers_changed
+from graphacc.loop.places import MISSING, Answers, Attributes, Cells, Held, Itself, Place, Slots, Unchanged, kind_of, numbers_changed
 from graphacc.loop.written import TABLES
 
 log = logging.getLogger("graphacc")
@@ -87,6 +87,7 @@ class Guards:
         self._inside: set[str] = set()  # labels of numbers in containers
         self._numbers_at: dict[tuple[int, str], str] = {}  # (id of that, name) -> label, of numbers
         self._places: dict[tuple[int, object], Place] = {}
+        self._unchanged = Unchanged()
         self._functions: set[types.CodeType] = set()
         self._keys: dict[tuple, int] = {}
         self.changes: dict[int, list[str]] = {}  # token -> what had changed when it was given last
@@ -131,7 +132,7 @@ class Guards:
             self._follow_containers()
         for label in [label for label, kind in self.numbers.items() if type(self._value(label)) is not kind]:
             self.fix(label)
-        if all(place.unchanged() for place in self._places.values()):
+        if self._unchanged(self._places.values()):
             return self._token, []
         changed = [(place, change) for place in list(self._places.values()) for change in place.changes()]
         if not changed:

@@ -6,6 +6,7 @@ reading is always exact; a write is seen by the version counter and uploaded bef
 """
 
 import contextlib
+import functools
 import sys
 import typing
 import weakref
@@ -17,7 +18,7 @@ from graphacc._compat.torch_ import outside_of_transforms, storage_users, swap_v
 from graphacc.capture.borrow import TensorsNow
 from graphacc.errors import LoopError
 from graphacc.graph import Kind
-from graphacc.loop import trees
+from graphacc.loop import columns, trees
 
 if typing.TYPE_CHECKING:
     from graphacc.loop.engine import Engine
@@ -76,11 +77,15 @@ class Handle:
     @property
     def version(self) -> int:
         """A counter of the loop's own writes; the model's code writes buffers, too."""
+        self.note_uncounted()
+        return self._counted
+
+    def note_uncounted(self) -> None:
+        """Count a write through something that has access to the memory."""
         if self._watched is not None and not same_bits(self.host_value(), self._watched[1]):
             self._before = self._watched
             self.writes += 1
             self.watch_again()
-        return self._counted
 
     @property
     def _counted(self) -> int:
@@ -219,9 +224,13 @@ class Handle:
     @property
     def spent(self) -> "SpentGradient":
         """What ``.grad`` gives for a gradient that a step has consumed."""
-        if self._spent is None or self._spent.form != _form(self.tensor):
+        if self._spent is None:
             self._spent = SpentGradient(self)
         return self._spent
+
+    def forget_spent(self) -> None:
+        """The parameter gets another shape or dtype."""
+        self._spent = None
 
     @property
     def trains(self) -> bool:
@@ -324,18 +333,29 @@ SPENT = _Mark("gradient consumed by the compiled step")
 ZERO = _Mark("gradient set to zero")
 
 
+class Versions:
+    """The versions of parameters and buffers at one time."""
+
+    def __init__(self, handles: dict[str, Handle]):
+        self._handles, self._counts = handles.copy(), columns.counts(handles.values())
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, int]:
+        counts = zip(self._handles.items(), self._counts, strict=True)
+        return {name: writes if handle.kind is Kind.BUFFER else steps - ours + writes for (name, handle), (steps, ours, writes) in counts}
+
+
 class SpentGradient(Tensor):
     """What ``parameter.grad`` gives between a compiled step and ``zero_grad()``: it can be cleared, but not read."""
 
     handle: Handle
-    form: tuple
 
     @staticmethod
     def __new__(cls, handle: Handle):
         with torch._C.DisableTorchFunctionSubclass():
             like = handle.tensor
             self = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-        self.handle, self.form = handle, _form(like)
+        self.handle = handle
         return self
 
     def __init__(self, handle: Handle):
@@ -629,8 +649,9 @@ def plain_while_capturing(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]
 
 
 def _get_grad(tensor: Tensor) -> Tensor | None:
-    if (handle := handle_of(tensor)) is not None:
-        return handle.engine.gradients.read(handle)
+    handle = getattr(tensor, "_graphacc_handle", None)
+    if handle is not None:
+        return handle.spent if handle.grad is SPENT else handle.engine.gradients.read(handle)
     with torch._C.DisableTorchFunctionSubclass():
         return _GRAD.__get__(tensor)
 
@@ -641,10 +662,12 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
-    handle = handle_of(tensor)
-    if handle is None:
+    handle = getattr(tensor, "_graphacc_handle", None)
+    if handle is None or (value is None and handle.grad is SPENT):  # as `zero_grad()` finds all of them behind a step
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(tensor, value)
+        if handle is not None:
+            handle.grad = None
         return
     if value is not None and (tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype):
         raise LoopError(
@@ -655,6 +678,8 @@ def _set_grad(tensor: Tensor, value: Tensor | None = None) -> None:
 
 
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
+
+trees.are_leaves(ManagedParameter, ManagedBuffer)
 
 _GRADIENT = {_GRAD.__get__: _get_grad, _GRAD.__set__: _set_grad, _GRAD.__delete__: _set_grad}
 

@@ -8,6 +8,7 @@ whoever looks into ``optimizer.state`` finds it there, and what was changed in i
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
 import sys
@@ -24,6 +25,7 @@ from graphacc.capture.optimizer import attributes_of, is_separable, kind_of_opti
 from graphacc.capture.python_state import snapshot
 from graphacc.errors import CaptureError, LoopError
 from graphacc.graph import Kind
+from graphacc.loop import columns
 from graphacc.loop.guards import OptimizerGuards
 from graphacc.loop.identity import Identity
 from graphacc.loop.managed import Handle, handle_of
@@ -67,7 +69,7 @@ class Binding:
     apart: set[tuple[int, Identity]] = dataclasses.field(default_factory=set)  # programs that are known for what they leave behind, see `Execution._expect_apart`
     alike: tuple[tuple, Identity] | None = None  # which parameters have equal numbers in their state, and what was looked at
     guards: OptimizerGuards | None = None  # what the code of its step reads, where it is not torch's own
-    _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them
+    _known: tuple[list | None, Identity | None] = (None, None)  # `_setting_objects` and the key of them, when they were looked at last
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -82,10 +84,11 @@ class Binding:
         return optimizer
 
     def key(self) -> tuple:
-        """Identity of the update that the optimizer does: its class, its parameters and its static settings."""
+        """Identity of the update that the optimizer does: its class, its parameters and its static settings, as `note_changes` found them before the step."""
         own = None if is_separable(self.optimizer) else id(self.optimizer)  # code of the user's may do other things by attributes that are no settings
-        sizes = tuple(len(group["params"]) for group in self.optimizer.param_groups)
-        return (own, type(self.optimizer), self.names, sizes, self.dynamic, self._settings_key(), None if self.guards is None else self.guards.token()[0])
+        optimizer = self.optimizer
+        sizes = tuple([len(group["params"]) for group in optimizer.param_groups])
+        return (own, type(optimizer), self.names, sizes, self.dynamic, self._known[1], None if self.guards is None else self.guards.token()[0])
 
     @property
     def kind(self) -> str:
@@ -153,6 +156,7 @@ class Binding:
         ]
         self.dynamic |= frozenset(changed)
         self.statics = self.settings()
+        self._settings_key()
         return changed
 
 
@@ -273,17 +277,35 @@ def install_hooks() -> None:
         _hooks_installed = True
 
 
+class Members(typing.NamedTuple):
+    """The parameters of an optimizer in order of its groups, as they were looked at last."""
+
+    parameters: list[Tensor]
+    handles: list[Handle | None]  # None: of no compiled model
+    engines: "list[Engine]"  # of those models
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "Members":
+        parameters = list(itertools.chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+        known = _members.get(optimizer)
+        if known is not None and columns.same((*parameters, *columns.handles_of(parameters)), (*known.parameters, *known.handles)):
+            return known
+        handles = [handle_of(parameter) for parameter in parameters]
+        found = cls(parameters, handles, list(dict.fromkeys(handle.engine for handle in handles if handle is not None)))
+        _members[optimizer] = found
+        return found
+
+
+_PARAMS, _NAME = operator.itemgetter("params"), operator.attrgetter("name")
+
+_members: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Members]" = weakref.WeakKeyDictionary()
+
+
 def parameter_names(engine: "Engine", optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], int]:
     """The names of an optimizer's parameters in order of its groups, and how many of them are none of the compiled model's."""
-    names, strangers = [], 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            handle = handle_of(parameter)
-            if handle is None or handle.engine is not engine:
-                strangers += 1
-            else:
-                names.append(handle.name)
-    return tuple(names), strangers
+    members = Members.of(optimizer)
+    own = members.handles if None not in members.handles and members.engines == [engine] else [handle for handle in members.handles if handle is not None and handle.engine is engine]
+    return tuple(map(_NAME, own)), len(members.handles) - len(own)
 
 
 def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
@@ -305,20 +327,11 @@ def bind(engine: "Engine", optimizer: torch.optim.Optimizer) -> Binding:
     return binding
 
 
-def _engines_of(optimizer: torch.optim.Optimizer) -> "list[Engine]":
-    found: dict[int, Engine] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (handle := handle_of(parameter)) is not None:
-                found[id(handle.engine)] = handle.engine
-    return list(found.values())
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     """Torch calls this among the pre-hooks of all optimizers, before the optimizer's own; they may change gradients, and look at its state: `_run_step` follows the last of them."""
     own = optimizer._optimizer_step_pre_hooks
     own.pop(_LAST, None)
-    if _engines_of(optimizer):
+    if Members.of(optimizer).engines:
         own[_LAST] = _run_step
 
 
@@ -326,7 +339,7 @@ _LAST = -1  # torch counts its own keys up from 0
 
 
 def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    engines = _engines_of(optimizer)
+    engines = Members.of(optimizer).engines
     if not engines:
         return None
     closure, plain = _closure_of(optimizer, args, kwargs)
@@ -363,6 +376,10 @@ def _run_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tu
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
     """The optimizers that another one holds, whose step calls theirs (Lookahead, SAM and the like), by the attribute that holds them."""
+    values = vars(optimizer).values()
+    listed = itertools.chain.from_iterable(itertools.compress(values, map(isinstance, values, itertools.repeat((list, tuple)))))
+    if not any(map(isinstance, itertools.chain(values, listed), itertools.repeat(torch.optim.Optimizer))):
+        return {}
     held = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in vars(optimizer).items()}
     return {name: inner for name, values in held.items() for inner in values if isinstance(inner, torch.optim.Optimizer)}
 
@@ -375,6 +392,8 @@ def _is_being_captured(engine: "Engine") -> bool:
 
 def _closure_of(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[Callable | None, bool]:
     """The closure that a step was given, and whether the step is known to evaluate it once, first, and to take nothing else."""
+    if len(args) == 1 and not kwargs:
+        return None, True
     rest = {name: value for name, value in kwargs.items() if name != "closure" and value is not None}
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
     if closure is None and not rest and all(argument is None for argument in args[2:]):
@@ -394,7 +413,7 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     optimizer._optimizer_step_pre_hooks.pop(_LAST, None)
-    for engine in _engines_of(optimizer):
+    for engine in _members[optimizer].engines if optimizer in _members else ():
         engine.torch_steps.discard(id(optimizer))
         engine.verifier.end_of_step()
         for observer in list(engine.execution.observers):

@@ -6,7 +6,7 @@ import itertools
 import operator
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -112,14 +112,9 @@ class Place:
         else:
             table[name] = value
 
-    def unchanged(self) -> bool:
-        """Whether every value is the one that was read, quickly."""
-        values, empty, mutable = self._sorted or self._sort()
-        if not all(map(operator.is_, map(self.table.get, self.names, itertools.repeat(MISSING)), values)):
-            return False
-        if empty and any(empty):
-            return False
-        return not mutable or all(self.snapshot(name, self.table[name]) == self.names[name] for name in mutable)
+    def is_as_read(self, name: str) -> bool:
+        """Whether a value that can change in place is equal to the one that was read."""
+        return self.snapshot(name, self.table[name]) == self.names[name]
 
     def changes(self) -> list[tuple[str, Hashable, Hashable]]:
         """(name, snapshot then, snapshot now) of what is different; the guards are on the present values from now on."""
@@ -129,6 +124,39 @@ class Place:
         self.names = now
         self._sorted = self._held = None
         return found
+
+
+class Unchanged:
+    """Whether the values of all names of many places are those that were read: a few calls in C for hundreds of modules."""
+
+    def __init__(self) -> None:
+        self._sorted: Sequence[_Sorted | None] = []  # of the places that were looked at last
+        self._getters: list[Callable] = []
+        self._names: list[str] = []
+        self._values: list[object] = []
+        self._empty: list[object] = []
+        self._mutable: list[tuple[Place, str]] = []
+
+    def __call__(self, places: Collection[Place]) -> bool:
+        now = list(map(_SORTED, places))
+        if len(now) != len(self._sorted) or None in now or not all(map(operator.is_, now, self._sorted)):
+            self._look_at(places)
+        if not all(map(operator.is_, map(_call, self._getters, self._names, itertools.repeat(MISSING)), self._values)):
+            return False
+        return not any(self._empty) and all(place.is_as_read(name) for place, name in self._mutable)
+
+    def _look_at(self, places: Collection[Place]) -> None:
+        self._sorted = found = [place._sort() for place in places]
+        self._getters = [place.table.get for place in places for _ in place.names]
+        self._names = [name for place in places for name in place.names]
+        self._values = [value for each in found for value in each.values]
+        self._empty = [container for each in found for container in each.empty]
+        self._mutable = [(place, name) for place, each in zip(places, found, strict=True) for name in each.mutable]
+
+
+_SORTED = operator.attrgetter("_sorted")
+
+_call = typing.cast("Callable[..., object]", operator.call)
 
 
 Path = tuple[int, ...]

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -78,8 +79,27 @@ class Kept:
     places: list[int]
     slots: Slots
 
-    def of(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        return [results[place] for place in self.places]
+    def of(self, results: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return self._take(results)
+
+    @functools.cached_property
+    def _take(self) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+        return operator.itemgetter(*self.places) if len(self.places) > 1 else lambda results: [results[place] for place in self.places]
+
+
+class Lacking:
+    """The inputs of a program whose values the devices do not have, found again at once as long as they have the same ones."""
+
+    def __init__(self, items: Sequence[Input]):
+        self._items, self._keys = items, [(item.kind, item.target) for item in items]
+        self._known: tuple[list[Item | None], list[Input]] | None = None  # the layouts at the last look, and what was lacking
+
+    def under(self, programs: "Programs") -> list[Input]:
+        """Those for which `Programs.holds_for` says no."""
+        layouts = programs.state.layouts(self._keys)
+        if self._known is None or self._known[0] != layouts:
+            self._known = layouts, [item for item in self._items if not programs.holds_for(item)]
+        return self._known[1]
 
 
 class Interface:
@@ -93,9 +113,29 @@ class Interface:
         return [item for item in self.graph.inputs if item.kind in (Kind.PARAM, Kind.BUFFER)]
 
     @functools.cached_property
+    def model_targets(self) -> list[str]:
+        """Their names."""
+        return [item.target for item in self.model_inputs]
+
+    @functools.cached_property
     def state_inputs(self) -> list[Input]:
         """What it reads of the optimizer's state."""
         return [item for item in self.graph.inputs if item.kind is Kind.STATE]
+
+    @functools.cached_property
+    def state_keys(self) -> list[tuple[Kind, str]]:
+        """Under what the state keeps that."""
+        return [(item.kind, item.target) for item in self.state_inputs]
+
+    @functools.cached_property
+    def values_read(self) -> list[Input]:
+        """What it reads of the results of earlier programs."""
+        return [item for item in self.graph.inputs if item.kind in (Kind.LOSS, Kind.USER)]
+
+    @functools.cached_property
+    def looked_at(self) -> "Lacking":
+        """Which of the model's inputs were to be uploaded when that was looked at last."""
+        return Lacking(self.model_inputs)
 
     @functools.cached_property
     def buffers_read(self) -> frozenset[str]:
@@ -144,6 +184,17 @@ class Compiled(Interface):
     def fed(self) -> list[tuple[int, Input]]:
         """The other ones, each with its place."""
         return [(place, item) for place, item in enumerate(self.graph.inputs) if not self._is_state(item)]
+
+    def slots_of(self, kind: Kind, targets: tuple[str, ...]) -> Slots:
+        """Some of the inputs that are state; in an ordinary loop the same ones in every step."""
+        known = self._slots.get(kind)
+        if known is None or known[0] != targets:
+            known = self._slots[kind] = targets, Slots(self.inputs[kind, target] for target in targets)
+        return known[1]
+
+    @functools.cached_property
+    def _slots(self) -> dict[Kind, tuple[tuple[str, ...], Slots]]:
+        return {}
 
     def _is_state(self, item: Input) -> bool:
         return item.kind in STATE_KINDS and item.target not in self.constants
@@ -271,6 +322,7 @@ class Programs:
         self.offload = None if strategy.offload is None else Offload(delay=strategy.delay, delay_after=strategy.delay_after)
         self.compiled: list[Compiled] = []
         self._by_key: collections.OrderedDict[Identity, Compiled] = collections.OrderedDict()
+        self._newest: Compiled | None = None  # the last one that ran
         self._aspects: dict[str, dict[str, Hashable]] = {}
         self._built: dict[str, list[float]] = collections.defaultdict(list)  # kind -> seconds that each of its programs took
 
@@ -301,7 +353,9 @@ class Programs:
     def get(self, kind: str, aspects: Mapping[str, Hashable], capture: Callable[[], Step]) -> Compiled:
         """The program of `kind` for these aspects of the loop; compiled if it is new."""
         key = Identity((kind, tuple(aspects.items())))
-        if key not in self._by_key:
+        if (known := self._by_key.get(key)) is not None and known is self._newest and not self._labels:
+            return known  # an ordinary loop runs one program
+        if known is None:
             reason = self._reason(kind, dict(aspects))
             before = self._built[kind]
             if before:
@@ -314,6 +368,7 @@ class Programs:
             self.compiled.extend(self._by_key[key].parts)
             if len(self._by_key) > MAX_PROGRAMS:
                 self._let_go(next(iter(self._by_key)))
+        self._newest = self._by_key[key]
         self._by_key.move_to_end(key)  # the first one is the one that was not used for longest
         if key in self._labels:
             note(f"runs {self._labels[key]}")
@@ -426,7 +481,9 @@ class Programs:
 
     def put_zeros(self, compiled: Compiled, kind: Kind, targets: Sequence[str]) -> None:
         """`put` zeros, which are made on the devices."""
-        self._set_zeros([compiled.inputs[kind, target] for target in targets], self.mesh)
+        if targets:
+            slots = compiled.slots_of(kind, tuple(targets))
+            self.state.set_results(slots, zeros_on(self.mesh, *slots.items))
 
     def _set_zeros(self, items: Sequence[Item], mesh: Mesh) -> None:
         for item, array in zip(items, zeros_on(mesh, *items) if items else (), strict=True):

@@ -7,6 +7,7 @@ the values are ordinary results of autograd (see `ByPyTorch.run`).
 """
 
 import functools
+import itertools
 import sys
 import typing
 import weakref
@@ -135,6 +136,8 @@ class Promise(Tensor):
     @property
     def index(self) -> int:
         """Of the value on the tape."""
+        if SEES_APPLY and not self.tape.applied:
+            return self._index
         results = self.tape.applied.get(self._index)
         if (results is not None or not SEES_APPLY) and self._index != self._output and (output := output_of_function(self)) is not None:
             if results is None:
@@ -165,6 +168,9 @@ class Promise(Tensor):
         return func(*args, **kwargs)
 
 
+trees.are_leaves(Promise)
+
+
 def run_function(func, args: tuple, kwargs: dict):
     """Run a torch function some of whose arguments are promises or managed tensors: record it, or run it on values."""
     if func in _DRAWS_LIKE:
@@ -173,7 +179,7 @@ def run_function(func, args: tuple, kwargs: dict):
             fake = like.tape.values[like.index]
             return func(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device), *rest, **kwargs)
         args = like, *rest
-    leaves = trees.leaves((args, kwargs))
+    leaves, spec = trees.flatten_call(args, kwargs)
     tapes = open_tapes(func, leaves)
     if func in _WITHOUT_GRADIENT or func in _SHOWS_GRAPH:
         _check_inputs_of_backward(args[0])
@@ -186,6 +192,8 @@ def run_function(func, args: tuple, kwargs: dict):
         return run_on_values(func, args, kwargs)
     if tapes[-1].engine.capturing:
         raise CaptureError(f"the model's code reads a result of an earlier call ({getattr(func, '__name__', func)}) that no attribute of a module holds")
+    if len(tapes) == 1 and (followed := tapes[0].follow(func, leaves, spec)) is not None:
+        return followed
     if func in _READS_VALUE:
         result = run_on_values(func, args, kwargs)
         if func in _GIVES_MEMORY and isinstance(args[0], Promise):
@@ -202,7 +210,7 @@ def run_function(func, args: tuple, kwargs: dict):
         applied = None if torch.is_grad_enabled() else _record_applied(tape, leaves)
         if applied is None and not SEES_APPLY and func is Tensor.view_as and args[0] is args[1] and not torch.is_grad_enabled():
             raise NotRecorded("a torch.autograd.Function gives back its argument")  # `apply` makes this view when the forward has ended
-        result = tape.record(func, args, kwargs)
+        result = tape.record(func, args, kwargs, flattened=(leaves, spec))
     except NotRecorded as reason:
         return _by_pytorch(func, args, kwargs, tapes, str(reason))
     if applied is not None:
@@ -380,9 +388,9 @@ def open_tapes(func, leaves: list) -> "list[Tape]":
     One of parameters alone belongs there for its gradient. Without one, as that of ``p.detach()``, it is run on values: what it gives may be the parameter's own memory.
     So is one that changes a parameter itself, as ``p.requires_grad_(False)``.
     """
-    tapes = {leaf.tape.serial: leaf.tape for leaf in leaves if isinstance(leaf, Promise) and not leaf.tape.closed}
+    tapes = {leaf.tape.serial: leaf.tape for leaf in itertools.compress(leaves, map(isinstance, leaves, itertools.repeat(Promise))) if not leaf.tape.closed}
     if tapes:
-        return [tapes[serial] for serial in sorted(tapes)]
+        return [tapes[serial] for serial in sorted(tapes)] if len(tapes) > 1 else list(tapes.values())
     if not torch.is_grad_enabled() or func in _WITHOUT_GRADIENT or managed.writes_by_name(func):
         return []
     for leaf in leaves:

@@ -8,6 +8,7 @@ batch, labels) are its externals; they become inputs of the captured graph.
 import contextlib
 import dataclasses
 import enum
+import functools
 import itertools
 import operator
 import typing
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphacc._compat.torch_ import mode_around, storage_users, watched_by_autograd
+from graphacc._compat.torch_ import mode_around, nothing_around, storage_users, watched_by_autograd
 from graphacc.capture.borrow import TensorsNow
 from graphacc.capture import FX, objects
 from graphacc.capture.python_state import version_of
@@ -32,7 +33,7 @@ from graphacc.loop.decisions import MAX_ANSWERS, Answering, Log, Read, Recorder,
 from graphacc.loop.given_numbers import PER_VALUE, Given
 from graphacc.loop.identity import Identity
 from graphacc.graph import Kind
-from graphacc.loop.managed import Handle, handle_of, same_bits, writes_by_name
+from graphacc.loop.managed import Handle, Versions, handle_of, same_bits, writes_by_name
 from graphacc.loop.promise import NotRecorded, Promise, freed
 from graphacc.loop.shared_memory import SharedMemory
 
@@ -117,6 +118,17 @@ class Call:
         """What its code was answered, as part of what identifies it."""
         return tuple(read.key for read in self.reads)
 
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What it does."""
+        return Identity((self.function, _hashable(self.leaves), self.spec, self.results, self.grad_enabled, self.autocast, self.answers, self.repeats))
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether it is known by its function, its plain arguments and the values of the recording among them: it reads nothing else, and does nothing but make its results, or write into such values."""
+        does_more = self.replaces is not None or self.reads or self.bounds or self.draws or hasattr(self.function, "engine")
+        return not does_more and all(isinstance(leaf, (Ref, *_CONSTANT)) for leaf in self.leaves) and bool(self.results) and all(isinstance(leaf, Ref) for leaf in self.result_leaves)
+
 
 class Tape:
     """A recording of one part of the user's loop: forward calls, at most one backward, and gradient code."""
@@ -138,7 +150,7 @@ class Tape:
         self.loose: set[int] = set()  # tensors from outside that are no arguments of the model
         self.external_versions: list[int] = []  # version counters when they were recorded
         self.copies: dict[int, Tensor] = {}  # of tensors from outside, by their numbers: the loop may write into them before a program reads them
-        self.parameter_versions: dict[str, int] = {}  # version counters of the host copies when the tape began
+        self.versions: Versions | None = None  # of parameters and buffers when the tape began
         self.grad_modes = engine.grad_modes
         self._structure = engine.structure  # of the model, when the tape began
         self.frozen: frozenset[str] = frozenset()  # parameters that take no gradient at its backward, if the loop has set that of any since it began
@@ -164,6 +176,12 @@ class Tape:
         self.forget_values()
         self._views: dict[int, tuple[Handle, Tensor]] = {}  # values that are views of a parameter's or buffer's memory, as the loop has it when they are made
         self._forward_key: tuple[tuple[list, list], tuple] | None = None  # of these calls and externals, after backward
+        self._followed: Template | None = None  # a finished recording that begins with the calls of this one, on tensors of the same forms
+
+    @property
+    def parameter_versions(self) -> dict[str, int]:
+        """Version counters of the host copies when the tape began."""
+        return {} if self.versions is None else self.versions.by_name
 
     def forget_values(self) -> None:
         """No value has been computed."""
@@ -178,22 +196,25 @@ class Tape:
 
     # ---- recording
 
-    def record(self, function: Callable, args: tuple, kwargs: dict):
+    def record(self, function: Callable, args: tuple, kwargs: dict, flattened: tuple[list, pytree.TreeSpec] | None = None):
         """Add a call, unless it neither makes nor changes a tensor; returns its result with promises for tensors.
+
+        Args:
+            flattened: `trees.flatten` of the arguments, where the caller knows it.
 
         Raises:
             NotRecorded: the call cannot be part of the recording, which is as it was before.
         """
-        if watched := watched_by_autograd() or mode_around():
+        if not nothing_around() and (watched := watched_by_autograd() or mode_around()):
             raise NotRecorded(watched)
         counts = len(self.externals), len(self.values)
-        given, spec = trees.flatten((args, kwargs))
+        given, spec = trees.flatten((args, kwargs)) if flattened is None else flattened
         varying = self._varying(function, given, spec)
         leaves = given
         if varying:
             leaves = [torch.tensor(leaf, dtype=_number_dtype(given) if isinstance(leaf, float) else torch.int64) if i in varying else leaf for i, leaf in enumerate(given)]
         try:
-            refs = tuple(self._to_ref(leaf, function, spec, place) for place, leaf in enumerate(leaves))
+            refs = tuple([leaf if type(leaf) in _PLAIN else self._to_ref(leaf, function, spec, place) for place, leaf in enumerate(leaves)])
             remembered = self._remembered(function, refs, spec, leaves)
             if remembered is None and (variant := self._variant(function, refs, spec)) is not None:
                 call = variant
@@ -319,12 +340,14 @@ class Tape:
 
     def _forget_overwritten(self, call: Call) -> None:
         """Values that were read before the call wrote into their memory have to be computed again."""
+        self._members = None
+        if not call.writes:
+            return
         memory = {memory_of(self.values[index]) for index in call.writes}
-        for index in [i for i in self._concrete if memory and memory_of(self.values[i]) in memory]:
+        for index in [i for i in self._concrete if memory_of(self.values[i]) in memory]:
             del self._concrete[index]
         for overwritten in memory:
             self._shared.forget(overwritten)
-        self._members = None
 
     def promise(self, index: int) -> Promise:
         """The promise of a value: the living one if the loop holds it, else a new one."""
@@ -342,8 +365,6 @@ class Tape:
         Args:
             spec, place: the leaf's number in the tree of the arguments.
         """
-        if type(leaf) in _PLAIN:
-            return leaf
         if isinstance(leaf, Promise):
             if leaf.tape is self:
                 return Ref(leaf.index)
@@ -398,11 +419,41 @@ class Tape:
 
     def _remembered(self, function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         """The call at this place of a recent tape, if all calls so far, and this one, were the same there."""
+        self._followed = None
         for template in self.engine.recent:
             if (call := self._remembered_from(template, function, refs, spec, given)) is not None:
                 self.values.extend(template.values[len(self.values) : max(call.results, default=-1) + 1])
+                self._followed = template
                 return call
         return None
+
+    def follow(self, function: Callable, leaves: Sequence, spec: pytree.TreeSpec):
+        """Add a call that is the next one of the recording that this one follows; None, and nothing is added, where `record` has to look at it.
+
+        Code on the gradients of every parameter makes most of a loop's calls: clipping three for each.
+        """
+        template, place = self._followed, len(self.calls)
+        if template is None or place >= len(template.calls) or self.calls[-1] is not template.calls[place - 1]:
+            return None
+        if self.applied or self.engine.fixed_numbers:  # whose values are counted
+            return None
+        call = template.calls[place]
+        if call.asked is not function or call.spec is not spec or not call.is_simple or call.grad_enabled is not torch.is_grad_enabled() or call.autocast is not autocast_dtype():
+            return None
+        for leaf, known in zip(leaves, call.leaves):
+            if type(known) is Ref:
+                if type(leaf) is not Promise or leaf.tape is not self or leaf.index != known.index:
+                    return None
+                if not call.grad_enabled and self.values[known.index].requires_grad:
+                    return None  # it may belong to the forward of a torch.autograd.Function
+            elif leaf is not known and (type(leaf) is not type(known) or leaf != known):
+                return None
+        if not template.views.isdisjoint(call.results) or not nothing_around():
+            return None
+        self.values.extend(template.values[len(self.values) : max(call.results) + 1])
+        self.calls.append(call)
+        self._forget_overwritten(call)
+        return trees.unflatten([self.promise(leaf.index) for leaf in call.result_leaves], call.result_spec)
 
     def _remembered_from(self, template: "Template", function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         place = len(self.calls)
@@ -509,7 +560,9 @@ class Tape:
     def as_template(self) -> "Template":
         """What later recordings compare themselves with."""
         keys = [self.external_key(index) for index in range(len(self.externals))]
-        return Template(self.calls, self.values, keys, self.backward_at, tuple(self.grad_values), frozenset(self.differentiable), self.forward_key)
+        return Template(
+            self.calls, self.values, keys, self.backward_at, tuple(self.grad_values), frozenset(self.differentiable), frozenset(self._views), self.forward_key, self.gradient_key
+        )
 
     def is_another(self, template: "Template") -> bool:
         """Whether it is finished, and a template of it would be of the same calls as this one."""
@@ -740,7 +793,7 @@ class Tape:
             raise NotRecorded("it has arguments (gradient, retain_graph, create_graph or inputs)")
         self.check_given_out()
         self.loss = loss.index
-        self.backward_at = len(self.calls)
+        self.backward_at, self._followed = len(self.calls), None
         if self.grad_modes != self.engine.grad_modes:
             self.frozen = frozenset(handle.name for handle in self.engine.handles.values() if handle.kind is Kind.PARAM and not handle.trains)
         self.engine.gradients.backward(self)
@@ -766,7 +819,8 @@ class Tape:
 
     def live(self) -> list[int]:
         """Value indices, other than the loss, whose promises the user's loop still holds."""
-        return sorted(i for i, ref in self.promises.items() if ref() is not None and i != self.loss)
+        alive = map(operator.is_not, map(operator.call, self.promises.values()), itertools.repeat(None))
+        return sorted({*itertools.compress(self.promises, alive)} - {self.loss})
 
     def fulfil(self, index: int, value: "Tensor | Callable[[], Tensor]") -> None:
         """Give a value its tensor, or a function that fetches it when somebody reads it."""
@@ -901,7 +955,7 @@ class Tape:
         """Hashable identity of recorded calls: the code, and the shapes and dtypes of the externals that it uses."""
         used = sorted({index for call in calls for index in call.externals})
         return (
-            Identity(tuple((call.function, _hashable(call.leaves), call.spec, call.results, call.grad_enabled, call.autocast, call.answers, call.repeats) for call in calls)),
+            Identity(tuple([call.identity for call in calls])),
             tuple((index, *self.external_key(index)) for index in used),
         )
 
@@ -923,8 +977,23 @@ class Tape:
                 return template.forward_key
         return self.key(calls)
 
+    @property
+    def gradient_key(self) -> tuple:
+        """`key` of the code on gradients, and the forms of the values from before the backward that it reads."""
+        calls = self.gradient_calls
+        if not calls:
+            return ()
+        for template in self.engine.recent:
+            if self.is_another(template):
+                return template.gradient_key
+        made = {*self.grad_values.values(), *(index for call in calls for index in call.results)}
+        read = sorted({leaf.index for call in calls for leaf in call.leaves if isinstance(leaf, Ref)} - made)
+        return self.key(calls), tuple((index, tuple(self.values[index].shape), self.values[index].dtype) for index in read)
+
     def _gets_like(self, template: "Template") -> bool:
         """Whether the tensors from outside that the forward calls use have the shapes and dtypes of a finished recording's."""
+        if list(map(self.external_key, range(len(self.externals)))) == template.keys:
+            return True
         return all(self.external_key(index) == template.external_key(index) for call in self.forward_calls for index in call.externals)
 
 
@@ -938,7 +1007,9 @@ class Template:
     backward_at: int | None
     gradients: tuple[str, ...]  # parameters that its backward gave gradients, which are the values after those of the forward calls
     differentiable: frozenset[int]
+    views: frozenset[int]  # values that are views of parameters or buffers
     forward_key: tuple  # of its forward calls, see `Tape.key`
+    gradient_key: tuple  # see `Tape.gradient_key`
 
     def external_key(self, index: int) -> tuple:
         return self.keys[index]
@@ -1059,12 +1130,15 @@ def _name(function: Callable) -> str:
 
 def _same_leaves(one: tuple, other: tuple) -> bool:
     """Whether the arguments of two calls are equal, and of the same types: 1 is neither 1.0 nor True."""
-    return len(one) == len(other) and all(x is y or (type(x) is type(y) and bool(x == y)) for x, y in zip(one, other))
+    return list(map(type, one)) == list(map(type, other)) and one == other
 
 
 _STATIC = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice, type, Given)
 """Types of arguments and results that are part of a program's identity."""
 
+
+_CONSTANT = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Those that never change, and compare by their values."""
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 """Most of those."""

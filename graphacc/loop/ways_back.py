@@ -7,6 +7,7 @@ ordinary results of autograd before it. All of this is read off the graph that a
 """
 
 import functools
+import operator
 import typing
 import weakref
 from collections.abc import Collection
@@ -27,6 +28,8 @@ MAX_UNUSED = 10
 """Steps over which results keep their way back without a backward() that takes it: after these they are taken as only looked at."""
 
 _MAX_KNOWN = 256
+
+_SERIAL = operator.attrgetter("serial")
 
 
 class WaysBack:
@@ -91,17 +94,20 @@ class WaysBack:
         updates, now = self.engine.execution.updates, self.engine.tape
         if now is not None and now.backward_at is None and not now.closed:
             self._tapes.add(now)
-        for tape in sorted(self._tapes, key=lambda tape: tape.serial):
+        tapes, kept = sorted(self._tapes, key=_SERIAL), False
+        for tape in tapes:
             if tape.is_eager or tape.updates != updates or tape.overwritten is not None:
                 continue
             ways = {index: self.is_open(tape, index, names) for index in self._differentiable(tape)}
             if held := [index for index, is_open in ways.items() if is_open]:
                 self._keep(tape, held, optimizer)
+                kept = True
             if not tape.is_eager:
                 tape.without_way_back |= {index for index, is_open in ways.items() if is_open is not False}
         if now is not None and now is self.engine.tape and not now.closed and now.backward_at is None and now.live():
             self._end(now)
-        return any(tape.is_eager and self._differentiable(tape) for tape in self._tapes)
+            kept = True
+        return any(self._differentiable(tape) for tape in (list(self._tapes) if kept else tapes) if tape.is_eager)
 
     def _end(self, tape: Tape) -> None:
         """An open recording ends, with what the loop holds of it computed by the parameters of before the step."""

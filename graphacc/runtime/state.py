@@ -9,8 +9,10 @@ the first of them.
 
 import collections
 import functools
+import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,10 @@ from graphacc.runtime.transfer import note_started, processes_of, send, settle, 
 
 Key = tuple[Kind, str]  # kind and target
 
+_ARRAY, _ITEM = operator.itemgetter(0), operator.itemgetter(1)
+
+_NOTHING = (None, None)
+
 
 class Slots:
     """The values of the state that a program reads, or gives, at every run: hundreds, which are looked up together."""
@@ -32,7 +38,7 @@ class Slots:
     def __init__(self, items: Iterable[Item]):
         self.items = list(items)
         self.keys: list[Key] = [(item.kind, item.target) for item in self.items]
-        self.kept: list[Item] | None = None  # the layouts that the values had at the last look, all as they are wanted
+        self.kept: collections.deque[list[Item | None]] = collections.deque(maxlen=4)  # the layouts that the values had when they were looked at, all as they are wanted: an accumulator has that of zeros, and that of a result
         self.version = -1  # of the state, then
 
 
@@ -80,11 +86,11 @@ class TrainState:
     def get_all(self, slots: Slots) -> list[jax.Array]:
         """`get` for all of them, from where all values live."""
         self.unite_for(slots)
-        found = [self._values[key] for key in slots.keys if key in self._values]
-        if not self._meshes and slots.kept == [item for _, item in found]:  # quick, as items that are the same objects are not compared
-            return [array for array, _ in found]
+        found = list(map(self._values.get, slots.keys, itertools.repeat(_NOTHING)))
+        if not self._meshes and any(map(_are_same, slots.kept, itertools.repeat(list(map(_ITEM, found))))):
+            return list(map(_ARRAY, found))
         arrays = [self.get(item) for item in slots.items]
-        slots.kept = [self._values[key][1] for key in slots.keys]
+        slots.kept.append([self._values[key][1] for key in slots.keys])
         return arrays
 
     def get(self, item: Item, mesh: Mesh | None = None) -> jax.Array:
@@ -188,6 +194,13 @@ class TrainState:
     def holds(self, kind: Kind, target: str) -> bool:
         return (kind, target) in self._values or (kind, target) in self._first
 
+    def holds_all(self, keys: Collection[Key]) -> bool:
+        return all(map(self._values.__contains__, keys)) or all(self.holds(*key) for key in keys)
+
+    def layouts(self, keys: Iterable[Key]) -> list[Item | None]:
+        """The layout in which each value is kept, as the same object as long as that is the same; None: there is no value, or the key shares that of another one."""
+        return list(map(_ITEM, map(self._values.get, keys, itertools.repeat(_NOTHING))))
+
     def mesh_of(self, kind: Kind, target: str) -> Mesh:
         """Where a value lives."""
         return self._meshes.get((kind, target), self.mesh)
@@ -217,6 +230,10 @@ class TrainState:
             for mesh in (self.mesh_of(*key), *self._copies.get(key, {})):
                 totals[mesh] += size if not kinds or key[0] in kinds else 0
         return max(totals.values(), default=0)
+
+
+def _are_same(one: list[Item | None], other: list[Item | None]) -> bool:
+    return all(map(operator.is_, one, other))
 
 
 def _is_number(item: Item) -> bool:

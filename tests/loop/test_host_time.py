@@ -1,7 +1,9 @@
 """What a step that is like the one before does again on the host, and what it leaves."""
 
+import collections
 import copy
 import itertools
+import sys
 import warnings
 
 import pytest
@@ -48,6 +50,35 @@ def test_what_did_not_change_is_not_uploaded():
     optimizer = torch.optim.AdamW(drawing.parameters(), lr=1e-2)
     train(drawing, optimizer, 1)
     assert uploads(drawing, optimizer) == 2  # and in every step the key of its random numbers
+
+
+def lines_of_a_step(depth: int) -> tuple[int, int]:
+    """Calls of Python functions, and instructions, of one step of a model with twice as many parameters as it is deep."""
+    torch.manual_seed(0)
+    model = compiled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 5)
+    found = collections.Counter()
+
+    def count(frame, event: str, argument: object):
+        found[event] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    outer = sys.gettrace()
+    sys.settrace(count)
+    try:
+        train(model, optimizer, 4)
+    finally:
+        sys.settrace(outer)
+    return found["call"] // 4, found["opcode"] // 4
+
+
+def test_work_of_a_step_on_the_host():
+    """Most of it is of the step; what is of each parameter is what ``zero_grad()`` does, and some marks. Counts are the same on every machine."""
+    (few_calls, few), (calls, instructions) = lines_of_a_step(2), lines_of_a_step(22)
+    assert few_calls <= 720 and few <= 16_000, (few_calls, few)
+    assert (calls - few_calls) / 40 <= 4 and (instructions - few) / 40 <= 150, (calls, instructions)
 
 
 def test_settings_that_change_in_between_take_effect():

@@ -36,6 +36,7 @@ def test_trees_are_taken_apart_as_torch_does(seed: int):
         assert list(map(id, found)) == list(map(id, expected)) == list(map(id, trees.leaves(tree)))
         assert spec == torchs
         assert trees.flatten(tree)[1] is spec
+        assert pytree.tree_structure(made := trees.unflatten(found, spec)) == torchs and list(map(id, trees.leaves(made))) == list(map(id, found))
         assert trees.paths(spec) == [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
         given = trees.map_only(torch.Tensor, id, tree)
         assert given == pytree.tree_map_only(torch.Tensor, id, tree) and pytree.tree_structure(given) == torchs
@@ -46,6 +47,12 @@ def test_other_forms_have_other_specs():
     specs = [trees.flatten(form)[1] for form in forms]
     assert len({id(spec) for spec in specs}) == len(forms)
     assert trees.flatten((torch.ones(1), "x"))[1] is trees.flatten((1, None))[1]
+
+
+def test_containers_are_made_anew():
+    leaves, spec = trees.flatten(([], {"a": []}, [1]))
+    (one, *_), (other, *_) = trees.unflatten(leaves, spec), trees.unflatten(leaves, spec)
+    assert one == other == [] and one is not other
 
 
 def test_only_what_holds_such_leaves_is_made_anew():
