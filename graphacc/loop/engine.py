@@ -124,6 +124,7 @@ class Engine:
         self.grad_modes = 0  # how often the loop has set requires_grad of a parameter
         self.watched: set[Handle] = set()  # what may be written uncounted
         self.template: Tape | None = None  # the last finished recording: numbers are compared with those in it
+        self.described: dict[tuple, object] = {}  # what functions say of values, by the form of these
         self.recent: list[Template] = []  # finished recordings, to recognise the next one quickly
         self.regions: dict[str, regions.Use] = {}  # what runs as a function of autograd with a compiled forward and backward
         self.buffers_read: dict[tuple, frozenset[str]] = {}  # recorded code -> the buffers that its backward reads

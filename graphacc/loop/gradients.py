@@ -134,7 +134,10 @@ class Gradients:
 
     def read(self, handle: Handle) -> Tensor | None:
         """``parameter.grad``."""
-        if handle.grad is SPENT:
+        tape, own = handle.grad, handle.host_grad
+        if own is None and isinstance(tape, Tape) and not tape.closed:
+            return tape.promise(tape.grad_bindings[handle.name])
+        if tape is SPENT:
             return handle.spent
         if handle.grad is ZERO or handle.host_grad is not None or (isinstance(handle.grad, Tape) and handle.grad.closed):
             self.settle(handle)

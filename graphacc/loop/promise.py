@@ -180,9 +180,11 @@ def run_function(func, args: tuple, kwargs: dict):
             return func(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device), *rest, **kwargs)
         args = like, *rest
     leaves, spec = trees.flatten_call(args, kwargs)
-    tapes = open_tapes(func, leaves)
     if func in _WITHOUT_GRADIENT or func in _SHOWS_GRAPH:
         _check_inputs_of_backward(args[0])
+    if args and type(args[0]) is Promise and (tape := args[0].tape).goes_on and (followed := tape.follow(func, leaves, spec)) is not None:
+        return followed
+    tapes = open_tapes(func, leaves)
     if not tapes:
         _keep_way_back(func, leaves)
         if func is Tensor.backward:
@@ -192,8 +194,6 @@ def run_function(func, args: tuple, kwargs: dict):
         return run_on_values(func, args, kwargs)
     if tapes[-1].engine.capturing:
         raise CaptureError(f"the model's code reads a result of an earlier call ({getattr(func, '__name__', func)}) that no attribute of a module holds")
-    if len(tapes) == 1 and (followed := tapes[0].follow(func, leaves, spec)) is not None:
-        return followed
     if func in _READS_VALUE:
         result = run_on_values(func, args, kwargs)
         if func in _GIVES_MEMORY and isinstance(args[0], Promise):

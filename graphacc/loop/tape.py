@@ -241,6 +241,10 @@ class Tape:
             raise
         if isinstance(call, _Plain):
             self._forget(*counts)
+            if function in DESCRIBES and isinstance(leaves[0], Promise) and leaves[0].tape is self:
+                if len(described := self.engine.described) >= MAX_DESCRIBED:
+                    described.clear()
+                described[_form_asked_for(function, self.values[leaves[0].index], leaves)] = call.result
             return call.result
         if call.draws and self.backward_at is None:
             call = self._note_draws(call)
@@ -432,6 +436,8 @@ class Tape:
 
         Code on the gradients of every parameter makes most of a loop's calls: clipping three for each.
         """
+        if function in DESCRIBES:
+            return self._described(function, leaves)
         template, place = self._followed, len(self.calls)
         if template is None or place >= len(template.calls) or self.calls[-1] is not template.calls[place - 1]:
             return None
@@ -453,7 +459,20 @@ class Tape:
         self.values.extend(template.values[len(self.values) : max(call.results) + 1])
         self.calls.append(call)
         self._forget_overwritten(call)
+        if call.result_spec.num_nodes == 1:
+            return self.promise(call.results[0])
         return trees.unflatten([self.promise(leaf.index) for leaf in call.result_leaves], call.result_spec)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the loop can add calls, and is not the model's code."""
+        return not self.closed and not self.engine.capturing
+
+    def _described(self, function: Callable, leaves: Sequence):
+        """What a function says of a value's form, if it has been asked before."""
+        if not nothing_around():
+            return None
+        return self.engine.described.get(_form_asked_for(function, self.values[leaves[0].index], leaves))
 
     def _remembered_from(self, template: "Template", function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         place = len(self.calls)
@@ -1036,6 +1055,18 @@ class _Plain:
     """The result of a function that is no tensor (a size, a dtype)."""
 
     result: object
+
+
+DESCRIBES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.__len__, Tensor.is_floating_point})
+DESCRIBES |= {typing.cast(typing.Any, getattr(Tensor, name)).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes")}
+"""Functions whose results follow from the form of a tensor: its shape, strides and dtype."""
+
+MAX_DESCRIBED = 1024
+"""Results of these that are remembered."""
+
+
+def _form_asked_for(function: Callable, value: Tensor, leaves: Sequence) -> tuple:
+    return function, value.shape, value.stride(), value.dtype, *leaves[1:]
 
 
 _ARITHMETIC = {getattr(Tensor, f"__{side}{name}__") for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow")}

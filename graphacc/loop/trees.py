@@ -17,7 +17,7 @@ MAX_FORMS = 4096
 _LEAF = torch.zeros((), device="cpu")
 """In place of any leaf: what classes of the user's and of torch's own (`PackedSequence`) are made of may have to be tensors."""
 
-_leaves: set[type] = {int, float, bool, str, type(None), Tensor, torch.nn.Parameter}
+_leaves: set[type] = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, Tensor, torch.nn.Parameter}
 """Types that are no trees; a tuple of these alone is taken as a whole."""
 
 _specs: dict[Hashable, pytree.TreeSpec] = {}
