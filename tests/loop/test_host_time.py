@@ -21,10 +21,12 @@ def net(*, dropout: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if dropout else nn.ReLU(), nn.Linear(8, 1))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, max_norm: float | None = None) -> None:
     for seed in range(steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
         model(x).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -52,12 +54,12 @@ def test_what_did_not_change_is_not_uploaded():
     assert uploads(drawing, optimizer) == 2  # and in every step the key of its random numbers
 
 
-def lines_of_a_step(depth: int) -> tuple[int, int]:
+def lines_of_a_step(depth: int, max_norm: float | None = None) -> tuple[int, int]:
     """Calls of Python functions, and instructions, of one step of a model with twice as many parameters as it is deep."""
     torch.manual_seed(0)
     model = compiled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, 5)
+    train(model, optimizer, 5, max_norm)
     found = collections.Counter()
 
     def count(frame, event: str, argument: object):
@@ -68,7 +70,7 @@ def lines_of_a_step(depth: int) -> tuple[int, int]:
     outer = sys.gettrace()
     sys.settrace(count)
     try:
-        train(model, optimizer, 4)
+        train(model, optimizer, 4, max_norm)
     finally:
         sys.settrace(outer)
     return found["call"] // 4, found["opcode"] // 4
@@ -79,6 +81,12 @@ def test_work_of_a_step_on_the_host():
     (few_calls, few), (calls, instructions) = lines_of_a_step(2), lines_of_a_step(22)
     assert few_calls <= 720 and few <= 16_000, (few_calls, few)
     assert (calls - few_calls) / 40 <= 4 and (instructions - few) / 40 <= 150, (calls, instructions)
+
+
+def test_work_of_clipping_on_the_host():
+    """Three functions of every gradient, which is read four times."""
+    (few_calls, few), (calls, instructions) = lines_of_a_step(2, 1.0), lines_of_a_step(22, 1.0)
+    assert (calls - few_calls) / 40 <= 105 and (instructions - few) / 40 <= 2700, (calls, few_calls, instructions, few)
 
 
 def test_settings_that_change_in_between_take_effect():
