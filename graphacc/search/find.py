@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,6 +71,7 @@ class Search(Evaluator):
         Raises:
             StrategyError: none does; with the pins and limits that conflict, and the least change of each that would do.
         """
+        start, before = time.perf_counter(), sum(self.seconds.values())
         request = self._with_free_microbatches(request)
         ranked, finalists, num_slower, refusals = self._best(request)
         if not ranked:
@@ -88,6 +90,8 @@ class Search(Evaluator):
         if strategy.offload is not None and "offload" not in request.pins:
             least = f"the least is {size_text(self.needed(self._known(*here)))} of {size_text(self.memory_bytes)} ({here[0] or 'one device'})"
             notes = (f"offload: none of {num_here} strategies with the optimizer's state on the devices fits, {least}", *notes)
+        pin_costs = self._pin_costs(request, ranked) if with_pin_costs else {}
+        self._spent("estimates", start + sum(self.seconds.values()) - before)  # the rest
         return Plan(
             strategy=strategy,
             estimate=estimate,
@@ -98,7 +102,7 @@ class Search(Evaluator):
             num_slower=num_slower,
             num_over_memory=sum(not self.fits(found) for _, found in ranked),
             refusals=dict(refusals.counts),
-            pin_costs=self._pin_costs(request, ranked) if with_pin_costs else {},
+            pin_costs=pin_costs,
             tokens=_tokens(self.joint, self.batch_dims, self.microbatches),
             model=described(self.joint),
             search_seconds=dict(self.seconds),
