@@ -369,7 +369,12 @@ def _total(weights: Sequence[Weight], size_of: Callable[[Weight], int]) -> _Tota
 
 def _zero_steps(strategy: Strategy) -> tuple[str, ...]:
     """The axes over which ZeRO splits, one after the other; weights are gathered over them in the other order."""
-    return tuple(axis for axis in ZERO_AXES if getattr(strategy, axis) > 1) if strategy.zero_stage else ()
+    return _larger_than_one(strategy.cp, strategy.ep, strategy.fsdp) if strategy.zero_stage else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _larger_than_one(*sizes: int) -> tuple[str, ...]:
+    return tuple(axis for axis, size in zip(ZERO_AXES, sizes, strict=True) if size > 1)
 
 
 def _splits(axis: str, weight: Weight) -> bool:
@@ -379,8 +384,13 @@ def _splits(axis: str, weight: Weight) -> bool:
 
 def _parts(weight: Weight, axis: str, strategy: Strategy) -> int:
     """The number of parts in which the axes before this one have split a weight."""
-    before = ZERO_AXES[: ZERO_AXES.index(axis)]
-    return math.prod(getattr(strategy, other) for other in before if _splits(other, weight))
+    return _product_before(axis, weight.is_of_experts, strategy.cp, strategy.ep)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product_before(axis: str, is_of_experts: bool, cp: int, ep: int) -> int:
+    sizes = {CP: cp, EP: 1 if is_of_experts else ep}
+    return math.prod(sizes[other] for other in ZERO_AXES[: ZERO_AXES.index(axis)])
 
 
 def evaluated(cost: GraphCost, strategy: Strategy, hardware: Hardware, *, update_seconds: float, in_update: Sequence[Moved], **sizes: int) -> Estimate:
@@ -457,8 +467,9 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy, bucket: int)
     together for the second, and what it scatters is put together, unless it is a message by itself.
     """
     found: dict[Phase, int] = dict.fromkeys(Phase, 0)
+    steps = _zero_steps(strategy)
     for weight in weights if strategy.zero_stage else ():
-        axes = [axis for axis in _zero_steps(strategy) if _splits(axis, weight)]
+        axes = [axis for axis in steps if _splits(axis, weight)]
         travels = weight.count * weight.travels_bytes
         gradient = travels if strategy.reduces_narrow else weight.count * weight.size_bytes
         if strategy.hpz > 1 and weight.gathers > 1:  # the parts of a node come into the order of the ranks

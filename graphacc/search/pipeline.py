@@ -334,7 +334,7 @@ def estimate_of(chunks: Sequence[ChunkCost], strategy: Strategy, hardware: Hardw
     schedule = _schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks)
     group = hardware.group(strategy.mesh, PP)
     transfers = [float(collective_seconds("permute", chunk.sent_bytes, hardware, group)) if chunk.sent_bytes else 0.0 for chunk in chunks]
-    stages = [[chunk for i, chunk in enumerate(chunks) if schedule.stage_of(i) == stage] for stage in range(strategy.pp)]
+    stages = [[chunks[i] for i in schedule.chunks_of(stage)] for stage in range(strategy.pp)]
     busy = [strategy.microbatches * sum(sum(chunk.seconds.values()) for chunk in stage) for stage in stages]
     dearest = max(range(strategy.pp), key=busy.__getitem__)
     counted, share, bubble, waits = stages[dearest], strategy.microbatches, 0.0, {}
@@ -396,7 +396,7 @@ def _fill_seconds(chunk: ChunkCost) -> float:
 
 def _temporary_bytes(schedule: Schedule, stage: int, chunks: Sequence[ChunkCost]) -> int:
     """What microbatches in flight hold, at most, and the program that runs beside."""
-    mine = [i for i in range(schedule.num_chunks) if schedule.stage_of(i) == stage]
+    mine = schedule.chunks_of(stage)
     backwards, all_parts = _live(schedule.name, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks // schedule.num_stages, stage)
     held, for_weights, handed_on = (np.array([getattr(chunks[i], name) for i in mine]) for name in ("held_bytes", "held_for_weights_bytes", "handed_on_bytes"))
     total = backwards @ held + all_parts @ for_weights + (all_parts - backwards) @ handed_on

@@ -46,6 +46,9 @@ class Schedule:
     def stage_of(self, chunk: int) -> int:
         return chunk % self.num_stages
 
+    def chunks_of(self, stage: int) -> range:
+        return range(stage, self.num_chunks, self.num_stages)
+
     def requirements(self, action: Action) -> tuple[Action, ...]:
         """The actions whose results `action` reads."""
         part, microbatch, chunk = action.part, action.microbatch, action.chunk
