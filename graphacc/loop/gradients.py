@@ -139,7 +139,7 @@ class Gradients:
             return tape.promise(tape.grad_bindings[handle.name])
         if tape is SPENT:
             return handle.spent
-        if handle.grad is ZERO or handle.host_grad is not None or (isinstance(handle.grad, Tape) and handle.grad.closed):
+        if tape is ZERO or isinstance(tape, Tape):
             self.settle(handle)
         if isinstance(handle.grad, Tape):
             return handle.grad.promise(handle.grad.grad_bindings[handle.name])

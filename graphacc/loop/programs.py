@@ -97,7 +97,7 @@ class Lacking:
     def under(self, programs: "Programs") -> list[Input]:
         """Those for which `Programs.holds_for` says no."""
         layouts = programs.state.layouts(self._keys)
-        if self._known is None or self._known[0] != layouts:
+        if self._known is None or not all(map(operator.is_, self._known[0], layouts)):
             self._known = layouts, [item for item in self._items if not programs.holds_for(item)]
         return self._known[1]
 

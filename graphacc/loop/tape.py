@@ -241,10 +241,7 @@ class Tape:
             raise
         if isinstance(call, _Plain):
             self._forget(*counts)
-            if function in DESCRIBES and isinstance(leaves[0], Promise) and leaves[0].tape is self:
-                if len(described := self.engine.described) >= MAX_DESCRIBED:
-                    described.clear()
-                described[_form_asked_for(function, self.values[leaves[0].index], leaves)] = call.result
+            self._note_described(function, leaves, call.result)
             return call.result
         if call.draws and self.backward_at is None:
             call = self._note_draws(call)
@@ -470,9 +467,17 @@ class Tape:
 
     def _described(self, function: Callable, leaves: Sequence):
         """What a function says of a value's form, if it has been asked before."""
-        if not nothing_around():
-            return None
-        return self.engine.described.get(_form_asked_for(function, self.values[leaves[0].index], leaves))
+        value = self.values[leaves[0].index]
+        return self.engine.described.get(_form_asked_for(function, value, leaves)) if value.layout is torch.strided and nothing_around() else None
+
+    def _note_described(self, function: Callable, leaves: Sequence, result: object) -> None:
+        if function not in DESCRIBES or not isinstance(leaves[0], Promise) or leaves[0].tape is not self:
+            return
+        value, described = self.values[leaves[0].index], self.engine.described
+        if value.layout is torch.strided:
+            if len(described) >= MAX_DESCRIBED:
+                described.clear()
+            described[_form_asked_for(function, value, leaves)] = result
 
     def _remembered_from(self, template: "Template", function: Callable, refs: tuple, spec: pytree.TreeSpec, given: Sequence) -> Call | None:
         place = len(self.calls)

@@ -76,9 +76,11 @@ def _builder(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
     places = [torch.zeros((), device="cpu") for _ in range(spec.num_leaves)]
     try:
         text = _expression(pytree.tree_unflatten(places, spec), {id(place): index for index, place in enumerate(places)})
-    except Exception:  # a class of the user's takes no such tensors
-        text = None
-    return (lambda leaves: pytree.tree_unflatten(leaves, spec)) if text is None else eval(f"lambda leaves: {text}")
+        if text is not None:
+            return eval(f"lambda leaves: {text}")
+    except Exception:  # a class of the user's takes no such tensors, or the tree is too deep for Python's parser
+        pass
+    return lambda leaves: pytree.tree_unflatten(leaves, spec)
 
 
 def _expression(node: object, places: dict[int, int]) -> str | None:

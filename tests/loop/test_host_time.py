@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import gc
 import itertools
 import sys
 import warnings
@@ -68,11 +69,14 @@ def lines_of_a_step(depth: int, max_norm: float | None = None) -> tuple[int, int
         return count
 
     outer = sys.gettrace()
+    gc.collect()
+    gc.disable()  # what others have left has finalizers
     sys.settrace(count)
     try:
         train(model, optimizer, 4, max_norm)
     finally:
         sys.settrace(outer)
+        gc.enable()
     return found["call"] // 4, found["opcode"] // 4
 
 

@@ -55,6 +55,14 @@ def test_containers_are_made_anew():
     assert one == other == [] and one is not other
 
 
+def test_trees_too_deep_for_an_expression():
+    tree: object = 1
+    for _ in range(250):
+        tree = [tree]
+    leaves, spec = trees.flatten(tree)
+    assert leaves == [1] and trees.unflatten(leaves, spec) == tree
+
+
 def test_only_what_holds_such_leaves_is_made_anew():
     tree = {"a": [1, 2.0], "b": (3,)}
     assert trees.map_only(str, str.upper, tree) is tree
