@@ -4,6 +4,9 @@ import collections
 import copy
 import gc
 import itertools
+import json
+import os
+import subprocess
 import sys
 import warnings
 
@@ -80,16 +83,24 @@ def lines_of_a_step(depth: int, max_norm: float | None = None) -> tuple[int, int
     return found["call"] // 4, found["opcode"] // 4
 
 
-def test_work_of_a_step_on_the_host():
+@pytest.fixture(scope="module")
+def work() -> dict[str, list[int]]:
+    """`lines_of_a_step` of models of 2 and 22 layers, as they are and with clipping, in a process of its own: what other tests have done to torch adds calls."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=True, timeout=300)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_work_of_a_step_on_the_host(work):
     """Most of it is of the step; what is of each parameter is what ``zero_grad()`` does, and some marks. Counts are the same on every machine."""
-    (few_calls, few), (calls, instructions) = lines_of_a_step(2), lines_of_a_step(22)
-    assert few_calls <= 720 and few <= 16_000, (few_calls, few)
+    (few_calls, few), (calls, instructions) = work["2"], work["22"]
+    assert few_calls <= 600 and few <= 14_000, (few_calls, few)
     assert (calls - few_calls) / 40 <= 4 and (instructions - few) / 40 <= 150, (calls, instructions)
 
 
-def test_work_of_clipping_on_the_host():
+def test_work_of_clipping_on_the_host(work):
     """Three functions of every gradient, which is read four times."""
-    (few_calls, few), (calls, instructions) = lines_of_a_step(2, 1.0), lines_of_a_step(22, 1.0)
+    (few_calls, few), (calls, instructions) = work["2 clipped"], work["22 clipped"]
     assert (calls - few_calls) / 40 <= 110 and (instructions - few) / 40 <= 3000, (calls, few_calls, instructions, few)
 
 
@@ -151,3 +162,7 @@ def test_a_spent_gradient_is_one_object_until_it_is_cleared(kind: type[torch.opt
     assert weight.grad is weight.grad and weight.grad is not model[2].weight.grad
     optimizer.zero_grad()
     assert weight.grad is None
+
+
+if __name__ == "__main__":
+    print(json.dumps({f"{depth}{said}": lines_of_a_step(depth, norm) for norm, said in ((None, ""), (1.0, " clipped")) for depth in (2, 22)}))
