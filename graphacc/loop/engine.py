@@ -96,8 +96,6 @@ class Options:
 
 _NAME, _TENSOR, _IS_TRAINING, _IS_DIFFERENTIATED = map(operator.attrgetter, ("name", "tensor", "training", "differentiated"))
 
-_FLAGS = frozenset({bool})
-
 
 class Engine:
     """Everything behind one compiled model."""
@@ -259,7 +257,7 @@ class Engine:
     def _record(self, function: "ModelCall", args: tuple, kwargs: dict, as_region: bool = False):
         if caches_parametrizations() and any(_is_parametrization_with_buffers(module) for module in self.structure.modules):
             raise NotRecorded("parametrize.cached() around it: a parametrization that updates its buffers runs once for all calls inside")
-        hooked = () if _FLAGS.issuperset(map(type, function.mode[1])) else [mode for mode in function.mode[1] if type(mode) is not bool]
+        hooked = [mode for mode in function.mode[1] if mode is not True and mode is not False]
         if any(is_multi_grad_hook(hook) for mode in hooked for hooks in mode[1:] for hook in hooks):
             raise NotRecorded("a parameter has a hook of torch.autograd.graph.register_multi_grad_hook")
         if any(map(_IS_DIFFERENTIATED, self.handles.values())) and (name := next((handle.name for handle in self.handles.values() if handle.accumulator_has_hooks), None)):
