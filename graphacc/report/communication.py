@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
@@ -148,20 +148,24 @@ def read_collectives(hlo: str, mesh: jax.sharding.Mesh) -> Iterable[Collective]:
 
 
 def _group(line: str, num_devices: int) -> list[int]:
-    """The first group of positions that communicate."""
+    """The first group of positions that communicate; of a permute the first of the longest, as a rank may send to itself."""
     if (pairs := _PAIRS.search(line)) is not None:
         edges = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])}
-        start = next(iter(edges))
-        group, at = [start], edges[start]
-        while at != start and at in edges:
-            group, at = [*group, at], edges[at]
-        return group
+        return max((_path(start, edges) for start in edges), key=len)
     match = _GROUPS.search(line)
     if match is None or match[1] == "{{}}":
         return list(range(num_devices))
     if match[1].startswith("{"):
         return [int(number) for number in match[1][2:].split("}")[0].split(",") if number]
     return list(_iota_groups(match[1])[0])
+
+
+def _path(start: int, edges: Mapping[int, int]) -> list[int]:
+    """Where what one position sends would go, sent on and on."""
+    path, at = [start], edges[start]
+    while at not in path and at in edges:
+        path, at = [*path, at], edges[at]
+    return path if at in path else [*path, at]
 
 
 def _iota_groups(text: str) -> np.ndarray:

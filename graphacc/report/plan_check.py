@@ -62,6 +62,7 @@ class _Part:
     step: StepGraph | HloStep  # of one device
     stage: int = 0
     runs: int = 1  # in a step
+    updates: bool = False  # a part of the update, which is a graph of its own: its values have names that those of the gradients may have, too
 
 
 def check_plan(search: Search, plan: Plan) -> PlanCheck:
@@ -120,11 +121,11 @@ def _graphs(search: Search, strategy: Strategy) -> list[_Part]:
     parts = [_part(segment, count) for segment in search.segments_of(strategy)]
     if update is None:
         return parts
-    return [*parts, *(_part(segment, 1) for segment in search.update_segments_of(strategy, _homes(parts)))]
+    return [*parts, *(_part(segment, 1, updates=True) for segment in search.update_segments_of(strategy, _homes(parts)))]
 
 
-def _part(segment: Segment, runs: int) -> _Part:
-    return _Part(str(segment.place), segment.step, segment.place.stage, runs)
+def _part(segment: Segment, runs: int, *, updates: bool = False) -> _Part:
+    return _Part(str(segment.place), segment.step, segment.place.stage, runs, updates)
 
 
 def _homes(parts: Sequence[_Part]) -> dict[str, int]:
@@ -154,7 +155,7 @@ def _order(parts: Sequence[_Part], strategy: Strategy) -> list[tuple[_Part, int]
     named = {part.name: part for part in parts}
     actions = dispatch_order(build_schedule(strategy.schedule, strategy.pp, strategy.microbatches, strategy.chunks))
     runs = [(named[name], action.microbatch) for action in actions if (name := f"{action.part.value}{action.chunk}") in named]
-    return [*runs, *((part, 0) for part in parts if part.runs == 1 < strategy.microbatches)]
+    return [*runs, *((part, 0) for part in parts if part.updates)]
 
 
 def _memory(stage: int, programs: dict[_Part, Program], order: Sequence[tuple[_Part, int]], microbatches: int) -> tuple[int, int, str]:
@@ -165,14 +166,14 @@ def _memory(stage: int, programs: dict[_Part, Program], order: Sequence[tuple[_P
             if item.kind in STATE_KINDS or item.kind is Kind.BATCH:
                 stays[item.kind, item.target] = _device_bytes(item) * (microbatches if item.kind is Kind.BATCH and part.runs > 1 else 1)
     results = {part: part.runs * sum(_device_bytes(item) for item in part.step.outputs if item.kind in RETURNED) for part in programs if part.stage == stage}
-    readers = collections.Counter((item.target, part.stage) for part in programs for item in part.step.inputs if item.kind is Kind.CROSS)
-    live: dict[tuple[str, int], tuple[int, int]] = {}  # value and microbatch -> bytes, and how many programs are to read it
+    readers = collections.Counter((part.updates, item.target, part.stage) for part in programs for item in part.step.inputs if item.kind is Kind.CROSS)
+    live: dict[tuple[bool, str, int], tuple[int, int]] = {}  # value and microbatch -> bytes, and how many programs are to read it
     found = []
     for part, number in order:
         if part.stage == stage:
             memory = programs[part].memory
             others = sum(stays.values()) + sum(results.values()) - sum(_device_bytes(item) for item in part.step.inputs if (item.kind, item.target) in stays)
-            crossing = {(item.target, number): _device_bytes(item) for item in part.step.inputs if item.kind is Kind.CROSS}
+            crossing = {(part.updates, item.target, number): _device_bytes(item) for item in part.step.inputs if item.kind is Kind.CROSS}
             held = sum(size for size, _ in live.values())
             arguments = memory.argument_bytes - sum(crossing.values()) + others
             fresh = memory.output_bytes - memory.alias_bytes - results[part] // part.runs
@@ -182,8 +183,9 @@ def _memory(stage: int, programs: dict[_Part, Program], order: Sequence[tuple[_P
                 if unread > 1:
                     live[key] = size, unread - 1
         for item in part.step.outputs:
-            if item.kind is Kind.CROSS and readers[item.target, stage]:
-                live[item.target, number] = _device_bytes(item), readers[item.target, stage]
+            if item.kind is Kind.CROSS and (unread := readers[part.updates, item.target, stage]):
+                live[part.updates, item.target, number] = _device_bytes(item), unread
+    assert not live, f"values that nobody reads: {sorted(live)[:5]}"
     return max(found, key=lambda at: at[0] + at[1])
 
 

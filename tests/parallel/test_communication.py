@@ -47,6 +47,9 @@ HLO = """
   %ag = f32[16]{0} all-gather(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, metadata={op_name="jit(step)/shard_map/model.layers.0.mlp/all_gather"}
   %rs = f32[2,4]{1,0} reduce-scatter(%x), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, to_apply=%add
   %cp = f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}
+  %some = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,1},{2,4},{3,5},{4,6},{5,7},{6,2},{7,3}}
+  %none = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}
+  %last = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}
   %a2a = (f32[1,4]{1,0}, f32[1,4]{1,0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3},{4,5},{6,7}}
   %alone = f32[4]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   %other = f32[4]{0} add(%x, %y)
@@ -61,9 +64,11 @@ def test_what_is_read_out_of_hlo():
         ("all-gather", ("dp", "fsdp"), (64,), 4),
         ("reduce-scatter", ("dp",), (64,), 2),
         ("collective-permute", ("tp",), (16,), 2),
+        ("collective-permute", ("dp", "fsdp"), (32,), 3),
+        ("collective-permute", ("tp",), (32,), 2),
         ("all-to-all", ("tp",), (32,), 2),
     ]
-    assert [item.traffic_bytes for item in found] == [160, 48, 32, 16, 16]
+    assert [item.traffic_bytes for item in found] == [160, 48, 32, 16, 32, 32, 16]
     assert found[1].module == "model.layers.0.mlp"
 
 
