@@ -23,13 +23,15 @@ from graphacc.graph import Kind, StepGraph
 from graphacc.ops.flash_attention import EmptyRows
 from graphacc.passes.attention.masks import LOW
 from graphacc.passes.partition.placement import REPLICATE, Partial, Shard
-from graphacc.passes.partition.ring_values import Block, Gradients, Node, Ring
+from graphacc.passes.partition.ring_values import Block, Gradients, Node, Pair, Ring
 from graphacc.passes.partition.rules import Call, Communicating, Plan
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
 _LENGTH = {"q": 2, "k": 2, "v": 2, "grad": 2, "out": 2, "lse": 2, "q_segments": 1, "kv_segments": 1}
 """Argument -> its dim of queries or keys."""
 _KEYS = ("k", "v", "kv_segments")
+_DEALT = ("q", "q_segments", *_KEYS)
+"""Of both parts, so that the backward has what the forward has dealt out."""
 
 
 def ring_plan(call: Call) -> Plan | None:
@@ -139,28 +141,28 @@ def _steps(ring: Ring) -> list[list[Block]]:
 
 
 def _forward(ring: Ring) -> list[Node]:
-    out, lse, blocks = _around(ring)
+    outs, lses, blocks = _around(ring)
+    (out,), (lse,) = ring.collect(ring.narrowed(outs, "q")), ring.collect(lses)  # apart, as most backwards read none of the log-sum-exp
     ring.build.ring_blocks[lse] = blocks
-    return [ring.to(out, ring.values["q"].meta["val"].dtype), lse]
+    return [out, lse]
 
 
-def _around(ring: Ring) -> tuple[Node, Node, list[tuple[Node | None, Node | None]]]:
-    """Output, log-sum-exp, and the log-sum-exp of each block for the low and the high queries."""
-    queries, keys, bias = ring.rows("q", "q_segments"), ring.rows("k", "v", "kv_segments"), ring.rows("bias")
+def _around(ring: Ring) -> tuple[Pair, Pair, list[Pair]]:
+    """Output, log-sum-exp, and the log-sum-exp of each block, each for the low and the high queries."""
+    *queries, k, v, kv_segments = ring.rows(*_DEALT)
+    bias = ring.bias_rows()
     total: list[Any] = [None, None]
     blocks = []
-    for step, calls in enumerate(_steps(ring)):
-        if step:
-            keys = [ring.halves(ring.turn(x.whole), x.dim) for x in keys]
+    for step, (calls, keys) in enumerate(zip(_steps(ring), ring.keys_of_steps([k, v, kv_segments]))):
         for block in calls:
             parts = ring.deliver(block, ring.attend(block, queries, keys, bias))
             total = [so_far if part is None else ring.merge(so_far, part, step) for so_far, part in zip(total, parts)]
             blocks.append(tuple(part and part[1] for part in parts))
-    out, lse = (ring.collect(pair, 2) for pair in zip(*(part or (None, None) for part in total)))
-    return out, lse, blocks
+    outs, lses = zip(*(part or (None, None) for part in total))
+    return outs, lses, blocks
 
 
-def _blocks_again(ring: Ring) -> list[tuple[Node | None, Node | None]]:
+def _blocks_again(ring: Ring) -> list[Pair]:
     """The blocks of a forward part that is not in the graph that is written; if it is in the step, this call alone is being planned,
     and what the forward part sends is its own."""
     count = len(ring.build.collectives)
@@ -173,13 +175,14 @@ def _blocks_again(ring: Ring) -> list[tuple[Node | None, Node | None]]:
 def _backward(ring: Ring) -> list[Node]:
     blocks = ring.build.ring_blocks.get(ring.values["lse"]) or _blocks_again(ring)
     of_blocks = iter(zip(blocks, ring.shares(blocks), strict=True))
-    rows, keys, bias = ring.rows("grad", "q", "out", "q_segments"), ring.rows("k", "v", "kv_segments"), ring.rows("bias")
+    q, q_segments, *keys, bias = ring.again([*ring.rows(*_DEALT), *ring.bias_rows()], ring.values["grad"])
+    grad, out = ring.rows("grad", "out")
+    rows = [grad, q, out, q_segments]
     grads = Gradients(ring)
-    for step, calls in enumerate(_steps(ring)):
+    for step, (calls, held) in enumerate(zip(_steps(ring), ring.keys_of_steps(keys))):
         if step:
-            keys = [ring.halves(ring.turn(x.whole), x.dim) for x in keys]
             grads.turn()
         for block in calls:
-            grads.add(block, ring.attend_backward(block, rows, keys, bias, *next(of_blocks)))
+            grads.add(block, ring.attend_backward(block, rows, held, [bias], *next(of_blocks)))
     grads.turn()  # brings them home
     return grads.results()

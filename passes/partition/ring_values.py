@@ -1,11 +1,12 @@
-"""What a rank of ring attention holds, and the operators it writes: blocks, the zigzag, calls of the kernel, gradients.
+"""What a rank of ring attention holds, and the operators it writes: blocks, parcels, the zigzag, calls of the kernel, gradients.
 
 Legend: see `ring`. A "part" is what one call of the kernel gave for some queries over some keys: output and log-sum-exp.
 """
 
 import dataclasses
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +36,23 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A local tensor and its two halves along `dim`; one that is absent or broadcasts along it serves both."""
+    """A local tensor as its two halves along `dim`; one that is absent, broadcasts along it, or is not cut serves as both."""
 
-    whole: Node | None
     low: Node | None
     high: Node | None
     dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Tensors that travel together: one message for all of a dtype, in which they stand one behind the other."""
+
+    buffers: Mapping[torch.dtype, Node]
+    shapes: tuple[tuple[torch.dtype, list[int]] | None, ...]  # of the tensors; None: there is none
+
+    def map(self, function: Callable[..., Node], *others: "Parcel") -> "Parcel":
+        """The parcel of what a function makes of each buffer, and of those of other parcels of the same shapes."""
+        return Parcel({dtype: function(x, *(other.buffers[dtype] for other in others)) for dtype, x in self.buffers.items()}, self.shapes)
 
 
 @dataclasses.dataclass
@@ -71,6 +83,11 @@ class Ring:
     def to(self, x: Node, dtype: torch.dtype) -> Node:
         return x if x.meta["val"].dtype == dtype else self.op(aten._to_copy.default, x, dtype=dtype)
 
+    def narrowed(self, pair: Sequence[Node | None], name: str) -> Pair:
+        """What was added up, in the dtype of an argument."""
+        low, high = (None if x is None else self.to(x, self.values[name].meta["val"].dtype) for x in pair)
+        return low, high
+
     def add(self, x: Node | None, y: Node) -> Node:
         return y if x is None else self.op(aten.add.Tensor, x, y)
 
@@ -89,13 +106,58 @@ class Ring:
 
     # Around the ring
 
-    def permute(self, x: Node, targets: Sequence[int]) -> Node:
-        """`x` of the rank that sends to this one; rank i sends to ``targets[i]``."""
-        return self.build.permute_ranks(x, list(targets))
+    def parcel(self, tensors: Sequence[Node | None]) -> Parcel:
+        buffers: dict[torch.dtype, list[Node]] = {}
+        for x in tensors:
+            if x is not None:
+                buffers.setdefault(x.meta["val"].dtype, []).append(x)
+        shapes = tuple(None if x is None else (x.meta["val"].dtype, [*x.meta["val"].shape]) for x in tensors)
+        return Parcel({dtype: self._packed(found) for dtype, found in buffers.items()}, shapes)
 
-    def turn(self, x: Node | None) -> Node | None:
+    def _packed(self, tensors: Sequence[Node]) -> Node:
+        if len(tensors) == 1:
+            return tensors[0]
+        if len({tuple(x.meta["val"].shape) for x in tensors}) > 1:
+            tensors = [self.op(aten.view.default, self.contiguous(x), [-1]) for x in tensors]
+        return self.op(aten.cat.default, list(tensors), 0)
+
+    def unpacked(self, parcel: Parcel) -> list[Node | None]:
+        """The tensors of a parcel, which are parts of its buffers."""
+        found: list[Node | None] = []
+        starts = dict.fromkeys(parcel.buffers, 0)
+        for item in parcel.shapes:
+            if item is None:
+                found.append(None)
+                continue
+            dtype, shape = item
+            x, start = parcel.buffers[dtype], starts[dtype]
+            is_flat = x.meta["val"].dim() < len(shape)
+            starts[dtype] = stop = start + (math.prod(shape) if is_flat else shape[0])
+            part = x if size(x, 0) == stop - start else self.op(aten.slice.Tensor, x, 0, start, stop)
+            found.append(self.op(aten.view.default, part, shape) if is_flat else part)
+        return found
+
+    def permute(self, parcel: Parcel, targets: Sequence[int]) -> Parcel:
+        """What the rank has that sends to this one; rank i sends to ``targets[i]``."""
+        if list(targets) == [*range(self.ranks)]:  # of two ranks, each has its first chunk
+            return parcel
+        return parcel.map(lambda x: self.build.permute_ranks(x, list(targets)))
+
+    def turn(self, parcel: Parcel) -> Parcel:
         """One step around the ring."""
-        return None if x is None else self.permute(x, [(rank + 1) % self.ranks for rank in range(self.ranks)])
+        return self.permute(parcel, [(rank + 1) % self.ranks for rank in range(self.ranks)])
+
+    def keys_of_steps(self, keys: Sequence[Halves]) -> Iterator[list[Halves]]:
+        """The keys, values and segments that this rank holds in each step."""
+        yield list(keys)
+        parcel = self.parcel([half for x in keys for half in self._travelling(x)])
+        for _ in range(1, self.ranks):
+            parcel = self.turn(parcel)
+            tensors = iter(self.unpacked(parcel))
+            yield [dataclasses.replace(x, low=low, high=next(tensors) if self.causal else low) for x, low in zip(keys, tensors)]
+
+    def _travelling(self, x: Halves) -> list[Node | None]:
+        return [x.low, x.high] if self.causal else [x.low]
 
     def source(self, step: int) -> Node:
         """The rank whose keys this one holds in step j."""
@@ -109,47 +171,64 @@ class Ring:
 
     def halves(self, x: Node | None, dim: int) -> Halves:
         if not self.causal or x is None or size(x, dim) == 1:
-            return Halves(x, x, x, dim)
+            return Halves(x, x, dim)
         half = size(x, dim) // 2
         low, high = (self.op(aten.slice.Tensor, x, dim, start, start + half) for start in (0, half))
-        return Halves(x, low, high, dim)
+        return Halves(low, high, dim)
 
-    def pick(self, of: Sequence, which: str, step: int) -> Any:
-        """One of (whole, low, high), or the chosen half."""
-        whole, low, high = of
-        if which != "chosen":
-            return {"whole": whole, "low": low, "high": high}[which]
-        return low if low is high else self.where(self.earlier(step), low, high)
+    def whole(self, x: Halves) -> Node | None:
+        return x.low if x.low is x.high else self.join(x.low, x.high, x.dim)
+
+    def pick(self, x: Halves, which: str, step: int) -> Node | None:
+        """The low half, the high one, both, or the chosen one."""
+        if which == "chosen":
+            return x.low if x.low is x.high else self.where(self.earlier(step), x.low, x.high)
+        return {"low": x.low, "high": x.high}[which] if which != "whole" else self.whole(x)
 
     def rows(self, *names: str) -> list[Halves]:
-        """These arguments, dealt out zigzag where positions count."""
+        """These arguments, dealt out zigzag where positions count, in two messages."""
+        return self._dealt([(self.values[name], 1 if name.endswith("segments") else 2) for name in names])
+
+    def again(self, rows: Sequence[Halves], anchor: Node) -> list[Halves]:
+        """The same values behind another one, so that what is made of them is made again: a backward that read what the forward has made would
+        keep the queries, and the keys of all ranks, of every step in between."""
         found = []
-        for name in names:
-            x, dim = self.values[name], 1 if name.endswith("segments") else 2
-            if name == "bias" and x is not None:
-                shape = list(x.meta["val"].shape)
-                x = x if len(shape) == 4 else self.op(aten.view.default, x, [1] * (4 - len(shape)) + shape)
-            found.append(self.halves(self._deal(x, dim), dim))
+        for x in rows:
+            low, high = (None if half is None else self.op(ops.after.default, half, anchor) for half in (x.low, x.high))
+            found.append(Halves(low, low if x.low is x.high else high, x.dim))
         return found
 
-    def _deal(self, x: Node | None, dim: int) -> Node | None:
-        """From contiguous blocks to the zigzag. The even chunks go to different ranks each, and so do the odd ones."""
-        if not self.causal or x is None or size(x, dim) == 1:
-            return x
-        parts = self.halves(x, dim)
-        first, second = self.permute(parts.low, self._owners(0)), self.permute(parts.high, self._owners(1))
-        even = self._even_rank()
-        return self.join(self.where(even, first, second), self.where(even, second, first), dim)
+    def bias_rows(self) -> list[Halves]:
+        """The bias, with its queries."""
+        x = self.values["bias"]
+        if x is not None and len(shape := list(x.meta["val"].shape)) != 4:
+            x = self.op(aten.view.default, x, [1] * (4 - len(shape)) + shape)
+        return self._dealt([(x, 2)])
 
-    def collect(self, pair: Pair, dim: int) -> Node:
-        """From the zigzag to contiguous blocks: the inverse of dealing out."""
+    def _dealt(self, tensors: Sequence[tuple[Node | None, int]]) -> list[Halves]:
+        """From contiguous blocks to the zigzag. The even chunks go to different ranks each, and so do the odd ones."""
+        found = [self.halves(x, dim) for x, dim in tensors]
+        moves = [i for i, x in enumerate(found) if x.low is not x.high]
+        if moves:
+            first = self.permute(self.parcel([found[i].low for i in moves]), self._owners(0))
+            second = self.permute(self.parcel([found[i].high for i in moves]), self._owners(1))
+            for i, low, high in zip(moves, *map(self.unpacked, self._by_parity(first, second))):
+                found[i] = dataclasses.replace(found[i], low=low, high=high)
+        return found
+
+    def collect(self, *pairs: Pair) -> list[Node]:
+        """From the zigzag to contiguous blocks, along dim 2: the inverse of dealing out, in two messages."""
         if not self.causal:
-            return pair[0]
-        low, high = pair
+            return [low for low, _ in pairs]
+        lows, highs = zip(*pairs)
+        chunks = self._by_parity(self.parcel(lows), self.parcel(highs))
+        halves = [self.unpacked(self.permute(parcel, _inverse(self._owners(odd)))) for odd, parcel in enumerate(chunks)]
+        return [self.join(low, high, 2) for low, high in zip(*halves)]
+
+    def _by_parity(self, first: Parcel, second: Parcel) -> tuple[Parcel, Parcel]:
+        """Both, exchanged on ranks of odd numbers."""
         even = self._even_rank()
-        first, second = self.where(even, low, high), self.where(even, high, low)
-        back = [_inverse(self._owners(odd)) for odd in (0, 1)]
-        return self.join(self.permute(first, back[0]), self.permute(second, back[1]), dim)
+        return first.map(lambda x, y: self.where(even, x, y), second), first.map(lambda x, y: self.where(even, y, x), second)
 
     def _owners(self, odd: int) -> list[int]:
         chunks = [2 * rank + odd for rank in range(self.ranks)]
@@ -166,7 +245,7 @@ class Ring:
         if which == "low":
             return rank
         high = self.op(aten.add.Scalar, self.op(aten.neg.default, rank), 2 * self.ranks - 1)
-        return self.pick((None, rank, high), which, step)
+        return self.pick(Halves(rank, high, 0), which, step)
 
     def start(self, block: Block, queries: Node, keys: Node) -> Node | None:
         """Where the block of these queries and keys lies in the global scores, for dropout."""
@@ -181,7 +260,7 @@ class Ring:
 
     def bias(self, block: Block, bias: Halves) -> Node | None:
         """What of a bias [B or 1, H or 1, T or 1, S or 1] belongs to the block."""
-        x = self.pick((bias.whole, bias.low, bias.high), block.queries, block.step)
+        x = self.pick(bias, block.queries, block.step)
         if x is None or size(x, 3) == 1:
             return x
         source, count = self.source(block.step), self.ranks
@@ -229,15 +308,14 @@ class Ring:
     def _given(self, block: Block, names: Sequence[str], rows: list[Halves], keys: list[Halves], bias: list[Halves]) -> dict[str, Any]:
         given = dict(self.values)
         for which, of, tensors in ((block.queries, names, rows), (block.keys, ("k", "v", "kv_segments"), keys)):
-            given |= {name: self.pick((x.whole, x.low, x.high), which, block.step) for name, x in zip(of, tensors, strict=True)}
+            given |= {name: self.pick(x, which, block.step) for name, x in zip(of, tensors, strict=True)}
         given |= {"bias": self.bias(block, *bias), "start": self.start(block, given["q"], given["k"])}
         return given | {"right": 0 if block.causal else -1}
 
     def _of_rows(self, block: Block, pair: Pair) -> Node:
         """One [B, H, T] for a block's queries out of those of the halves."""
-        if block.queries == "whole":
-            return self.join(*pair, 2) if self.causal else pair[0]
-        return self.pick((None, *pair), block.queries, block.step)
+        low, high = pair
+        return self.pick(Halves(low, high if self.causal else low, 2), block.queries, block.step)
 
     def deliver(self, block: Block, part: Part) -> tuple[Part | None, Part | None]:
         """A part for the low and one for the high queries; over no key for the half that was not chosen."""
@@ -304,12 +382,16 @@ class Gradients:
     def __init__(self, ring: Ring):
         self.ring = ring
         self.queries: list[Node | None] = [None, None]  # of the low and the high half
-        self.keys: list[list[Node | None]] = [[None, None], [None, None]]
+        self.keys: list[list[Node | None]] = [[None, None], [None, None]]  # and of values, of this step,
+        self.travelled: Parcel | None = None  # and of the steps before
         self.bias: dict[tuple[int, int, int], Node] = {}  # (half of the queries, step, half of the keys) -> its part
 
     def turn(self) -> None:
         """One step around the ring."""
-        self.keys = [[self.ring.turn(x) for x in pair] for pair in self.keys]
+        ring = self.ring
+        here = ring.parcel([half for pair in self.keys for half in (pair if ring.causal else pair[:1])])
+        self.travelled = ring.turn(here if self.travelled is None else self.travelled.map(ring.add, here))
+        self.keys = [[None, None], [None, None]]
 
     def add(self, block: Block, parts: list[Node]) -> None:
         grad_q, *of_keys = parts[:3]
@@ -356,10 +438,11 @@ class Gradients:
         return len(shape) < -dim or shape[dim] == 1
 
     def results(self) -> list[Node]:
-        """Gradients of q, k, v and the bias (of shape [0] if it takes none), local, in their dtypes."""
+        """Gradients of q, k, v and the bias (of shape [0] if it takes none), local, in their dtypes; those of keys have come home."""
         ring = self.ring
-        found = [ring.collect(tuple(pair), 2) for pair in (self.queries, *self.keys)]
-        found = [ring.to(x, ring.values[name].meta["val"].dtype) for name, x in zip("qkv", found)]
+        home = iter(ring.unpacked(self.travelled))
+        pairs = [self.queries, *([x, next(home) if ring.causal else None] for x in home)]
+        found = ring.collect(*(ring.narrowed(pair, name) for name, pair in zip("qkv", pairs)))
         if self.bias:
             bias = ring.values["bias"].meta["val"]
             grad = ring.to(ring.contiguous(self._bias_gradient()), bias.dtype)
@@ -370,7 +453,7 @@ class Gradients:
     def _bias_gradient(self) -> Node:
         """[B or 1, H or 1, T or 1, S or 1]."""
         rows = tuple(self._row(half) if any(place[0] == half for place in self.bias) else None for half in range(2))
-        return rows[0] if rows[1] is None else self.ring.collect(rows, 2)
+        return rows[0] if rows[1] is None else self.ring.collect(rows)[0]
 
     def _row(self, q_half: int) -> Node:
         """All keys, in their order, for one half of the queries."""

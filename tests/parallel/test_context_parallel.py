@@ -9,8 +9,12 @@ from selection import with_matrix
 from training import assert_parity, batches_of, captured_once, check_parity, compiled, train
 
 import graphacc
+from graphacc.costs.hardware import Hardware
 from graphacc.errors import StrategyError
+from graphacc.graph import Phase
 from graphacc.report import communication
+from graphacc.search.model import search_of
+from graphacc.strategy.spec import Strategy
 
 TOKENS = 8 * zoo.SEQ
 HEADS = TOKENS * zoo.HIDDEN * 4 // 2  # bytes of a rank's part of [B, H, T, D] in fp32, cp=2
@@ -57,18 +61,48 @@ def test_ulysses_exchanges_four_times_per_layer_and_direction(trained):
 
 @pytest.mark.matrix
 def test_the_ring_sends_only_to_neighbours(trained):
-    """Liu et al., section 3: keys and values travel n - 1 times, and their gradients n times.
+    """Liu et al., section 3: keys and values travel n - 1 times in each direction, and their gradients n times.
 
     Dealing out or collecting a tensor sends half of it (of two ranks, each keeps its first chunk): query, key, value and output
-    forward; the output and its gradient, and the gradients of query, key and value backward. What the forward dealt and turned,
-    XLA keeps for the backward; the log-sum-exps of the blocks stay where they are.
+    forward; the output and its gradient, and the gradients of query, key and value backward. What the forward dealt is kept for the
+    backward, what it turned is not; the log-sum-exps of the blocks stay where they are.
     """
     model = trained("gpt2", "cp=2,context=ring")
     found = communication(model)
     assert found.select("all-to-all").count == 0
     assert all(size <= TOKENS * 8 for item in found.select("all-gather").collectives for size in item.tensor_bytes)
     per_layer = found.select("collective-permute", "cp").size_bytes / zoo.LAYERS / HEADS
-    assert per_layer == pytest.approx(4 / 2 + 2 + 2 / 2 + 3 / 2 + 4)
+    assert per_layer == pytest.approx(4 / 2 + 2 + 2 / 2 + 2 + 3 / 2 + 4)
+
+
+def planned(strategy: str, length: int, key_heads: int = 4):
+    """The program that the passes make of a small Llama."""
+    with torch.device("meta"):
+        model = zoo.transformers.LlamaForCausalLM(zoo.transformers.LlamaConfig(**zoo._DECODER | {"num_key_value_heads": key_heads, "max_position_embeddings": length}))
+    ids, found = torch.zeros(1, length, dtype=torch.long), Strategy.parse(strategy)
+    search = search_of(model, {"input_ids": ids, "labels": ids}, None, Hardware.parse(f"cpu:{found.num_devices}"))
+    return search.program_of(found)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_what_travels_around_the_ring_together_is_one_message(key_heads):
+    """Queries, keys and values are dealt out in two messages, also where they differ in their heads, the output is collected in two; keys and values turn in one, and so do their gradients."""
+    step = planned("cp=8,context=ring", 64, key_heads)
+    sent = [node.meta["phase"] for node in step.graph.nodes if node.target is torch.ops.graphacc.permute_ranks.default]
+    assert sent.count(Phase.FORWARD) == zoo.LAYERS * (2 + 7 + 2)
+    assert sent.count(Phase.BACKWARD) == zoo.LAYERS * (2 + 7 + 8 + 2)
+
+
+def test_the_ring_keeps_no_other_ranks_keys_for_the_backward():
+    """What a rank keeps from the forward is its part of the sequence, as where heads are exchanged, and the log-sum-exp of each block."""
+    saved = {}
+    for context in ("ulysses", "ring"):
+        step = planned(f"cp=4,context={context}", 512)
+        crossing = [node for node in step.graph.nodes if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and any(user.meta.get("phase") is Phase.BACKWARD for user in node.users)]
+        tensors = [node.meta["val"] for node in crossing if isinstance(node.meta["val"], torch.Tensor)]
+        saved[context] = sum(x.numel() * x.dtype.itemsize for x in tensors)
+    blocks = zoo.LAYERS * zoo.HEADS * 512 * 4
+    assert saved["ring"] <= 1.05 * saved["ulysses"] + blocks, saved
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
