@@ -31,17 +31,35 @@ Buffer allocate(int64_t floats) {
   return buffer;
 }
 
-// Forward tasks are short, so each thread keeps its scratch memory (about a megabyte at most) from one to the next.
-float* forward_scratch(int64_t floats) {
-  thread_local Buffer buffer;
-  thread_local int64_t size = 0;
-  if (size < floats) {
-    buffer.reset();
-    buffer = allocate(floats);
-    size = floats;
+// Tasks may be short (a block of a ring is a few queries), so each thread keeps its scratch memory from one to the next, unless
+// that is much: gradients of the keys of a long sequence.
+class Scratch {
+ public:
+  explicit Scratch(int64_t floats) {
+    thread_local Buffer kept;
+    thread_local int64_t size = 0;
+    if (floats > max_kept_floats) {
+      own_ = allocate(floats);
+      data_ = own_.get();
+      return;
+    }
+    if (size < floats) {
+      kept.reset();
+      size = 0;
+      kept = allocate(floats);
+      size = floats;
+    }
+    data_ = kept.get();
   }
-  return buffer.get();
-}
+
+  float* data() const { return data_; }
+
+ private:
+  static constexpr int64_t max_kept_floats = int64_t{1} << 19;  // 2 MB
+
+  Buffer own_;
+  float* data_;
+};
 
 const char* problem(const gacc_attention& at) {
   for (int64_t size : {at.batch, at.heads, at.q_len, at.kv_len}) {
@@ -97,9 +115,9 @@ int32_t gacc_flash_forward(const gacc_attention* attention, void* out, float* ls
   const int64_t tiles = (at.q_len + query_tile - 1) / query_tile;
   return gacc::run_parallel(at.batch * at.heads * tiles, num_threads, [&](int64_t task) {
     const int64_t head = task / tiles;
-    float* scratch = forward_scratch(gacc::flash_forward_scratch(at));
+    const Scratch scratch(gacc::flash_forward_scratch(at));
     const int64_t tile = tiles - 1 - task % tiles;  // the last tiles see the most keys under a causal mask, and go first
-    kernels->forward(at, head / at.heads, head % at.heads, tile, out, lse, scratch);
+    kernels->forward(at, head / at.heads, head % at.heads, tile, out, lse, scratch.data());
   });
 }
 
@@ -115,8 +133,8 @@ int32_t gacc_flash_backward(const gacc_attention* attention, const void* grad, c
   const int64_t heads = grad_bias && at.bias_strides[1] == 0 ? 1 : at.kv_heads;
   return gacc::run_parallel(at.batch ? batches * heads : 0, num_threads, [&](int64_t task) {
     const int64_t batch = task / heads, head = task % heads;
-    const Buffer scratch = allocate(gacc::flash_backward_scratch(at));
+    const Scratch scratch(gacc::flash_backward_scratch(at));
     kernels->backward(at, io, {batch, batches == 1 ? at.batch : batch + 1, head, heads == 1 ? at.kv_heads : head + 1},
-                      scratch.get());
+                      scratch.data());
   });
 }

@@ -53,7 +53,7 @@ def work_seconds(works: Iterable[Work], chip: Chip) -> np.ndarray:
         chosen = [i for i, work in enumerate(works) if work.dtype == dtype]
         dims = [works[i].dims or (math.inf,) * 3 for i in chosen]
         sizes, attends = [works[i].size_bytes for i in chosen], [works[i].attends for i in chosen]
-        seconds[chosen] = compute_seconds([works[i].flops for i in chosen], dims, sizes, dtype, chip, attends)
+        seconds[chosen] = compute_seconds([works[i].flops * works[i].padding for i in chosen], dims, sizes, dtype, chip, attends)
     launched = np.array([not work.shares_kernel for work in works], bool)
     return np.where(launched, seconds, np.maximum(seconds - chip.launch_seconds, 0.0))
 

@@ -39,6 +39,7 @@ class Work:
     read_bytes: int = 0
     written_bytes: int = 0
     attends: bool = False  # a fused attention
+    padding: float = 1.0  # so many times as many operations take as long: those of tiles that are full
     shares_kernel: bool = False  # with other parts of a message, see `kernels`
 
     @property
@@ -63,7 +64,7 @@ _FUSED = 8
 table of `Chip.product_efficiency` that is 55 % of H100's peak for D=128, where 58 % were fitted to published steps of NVIDIA's."""
 
 _TILE = 64
-"""Queries, or keys, that fill a fused attention's tiles; of fewer it is a product with a dim as small (the blocks of a ring)."""
+"""Queries that fill a fused attention's tiles: fewer take as long (the blocks of a ring). Fewer keys make it a product with a dim as small."""
 
 
 def node_work(node: torch.fx.Node) -> Work:
@@ -158,7 +159,17 @@ def _work(node: torch.fx.Node, reads: Mapping[torch.fx.Node, Mapping[torch.fx.No
         read_bytes=sum(_union(node, reads).values()),
         written_bytes=_size_bytes(node),
         attends=node.target in _ATTENDS,
+        padding=_padding(node),
     )
+
+
+def _padding(node: torch.fx.Node) -> float:
+    place = _ATTENDS.get(node.target)
+    if place is None:
+        return 1.0
+    q = node.args[place]
+    assert isinstance(q, torch.fx.Node)
+    return max(1.0, _TILE / max(q.meta["val"].shape[2], 1))
 
 
 def _loop(body: Body) -> Work:
@@ -228,8 +239,8 @@ def _flash_backward(args) -> tuple[float, tuple[int, int, int]]:
 def _within_band(whole: tuple[float, tuple[int, int, int]], args, left: int, right: int) -> tuple[float, tuple[int, int, int]]:
     flops, (queries, size, keys) = whole
     share = _scores(queries, keys, left, right) / max(queries * keys, 1)
-    queries, keys = (number if number < _TILE else max(number, _FUSED * size) for number in (queries, keys))
-    return flops * share, (queries, _FUSED * size, keys)
+    keys = keys if keys < _TILE else max(keys, _FUSED * size)
+    return flops * share, (max(queries, _FUSED * size), _FUSED * size, keys)
 
 
 def _scores(queries: int, keys: int, left: int, right: int) -> int:
@@ -295,7 +306,8 @@ _OWN: dict[object, Callable] = {
     _ops.recurrence_backward.default: _recurrent_backward,
 }
 """Operators that torch's registry does not count -> function of their arguments."""
-_ATTENDS = frozenset({_ops.flash_attention.default, _ops.flash_attention_backward.default})
+_ATTENDS: dict[object, int] = {_ops.flash_attention.default: 0, _ops.flash_attention_backward.default: 1}
+"""Fused attentions -> which argument has the queries."""
 if hasattr(_aten, "_grouped_mm"):
     _OWN[_aten._grouped_mm.default] = _torch_grouped
 

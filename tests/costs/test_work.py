@@ -1,5 +1,7 @@
 """Operations and bytes of calls, against torch's own counter, and against attention that is written out."""
 
+import dataclasses
+
 import pytest
 import torch
 import zoo
@@ -9,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo_steps import build, partitioned
 
 from graphacc.costs import Work, kernels, node_work
+from graphacc.costs.hardware import PRESETS
+from graphacc.costs.seconds import work_seconds
 from graphacc.costs.work import _OWN
 from graphacc.graph import Kind, StepGraph
 from graphacc.ops import attention
@@ -70,6 +74,18 @@ def test_attached_attention_has_the_operations_of_its_scores(queries, keys, left
     whole = counted(sdpa, out, q, k, v, None, None, out, lse, False, 0.3)
     assert backward.flops == pytest.approx(whole * seen, rel=1e-12)
     assert backward.written_bytes == 4 * (q.numel() + k.numel() + v.numel())
+
+
+@pytest.mark.parametrize(("queries", "padding"), [(4, 16.0), (64, 1.0), (100, 1.0)])
+def test_few_queries_take_as_long_as_a_tile(queries, padding):
+    """And have no more operations for it: what MFU counts."""
+    q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 100, 8), torch.randn(2, 2, 100, 8)
+    step = traced(lambda q, k, v: ops.flash_attention(q, k, v, *[None] * 5, -1, -1, 0.3, 0, 0.0, 0, [])[0], q=q, k=k, v=v)
+    (work,) = found(step, ops.flash_attention.default)
+    assert work.padding == padding and work.flops == 2 * 2 * 4 * queries * 100 * 16
+    chip = PRESETS["H100"].chip
+    (seconds,), (full,) = work_seconds([work], chip), work_seconds([dataclasses.replace(work, flops=work.flops * padding, padding=1.0)], chip)
+    assert seconds == full
 
 
 def test_every_operator_of_ours_is_counted_or_known_to_have_no_products():

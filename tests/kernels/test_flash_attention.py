@@ -59,6 +59,8 @@ SHAPES = [
     (1, 2, 1, 67, 65, 256, 256),
     (1, 2, 1, 260, 200, 80, 96),  # several tiles, and vectors of which no whole block fits the head sizes
     (1, 1, 1, 130, 100, 256, 16),
+    (1, 2, 1, 3, 9000, 48, 48),  # more scratch memory than a thread keeps
+    (2, 4, 4, 4, 4, 32, 32),  # a block of a ring
 ]
 
 
