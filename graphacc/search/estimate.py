@@ -165,8 +165,8 @@ class Profile:
         mesh = strategy.mesh
         return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, mesh, hardware) for item in self._waited_for))
 
-    def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> float:
-        """Seconds below which a strategy does not fall whose model axes are multiples of those of `here`, of which this is the profile.
+    def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> Estimate:
+        """An estimate in whose seconds, with the bubble and without, a strategy does not take less whose model axes are those of `here`, of which this is the profile, or multiples; its bytes say nothing.
 
         That is `floor`, with the activations that tp sums and ep exchanges of as many more samples as tp gives a rank, and what the data axes do not hide behind it:
         tp leaves a rank a part of the weights, ep of those of experts, and cp all. Of a pipeline it is that of the mean stage, and the bubble of equal ones, of which
@@ -181,7 +181,7 @@ class Profile:
         busy = estimated(found, timed(seconds, moved, larger, hardware, count=larger.microbatches, are_all=False))
         waits = larger.microbatches * (seconds[Phase.FORWARD] if larger.schedule == "zb-h1" else seconds[Phase.FORWARD] + seconds[Phase.BACKWARD])
         bubbles = 0.0 if hardware.shared_cores else (larger.pp - 1) / (larger.microbatches * larger.chunks)
-        return dataclasses.replace(busy, bubble_seconds=bubbles * waits).on(hardware).seconds
+        return dataclasses.replace(busy, bubble_seconds=bubbles * waits).on(hardware)
 
     @functools.cached_property
     def _shares(self) -> dict[tuple[float, float, Hardware], "Profile"]:

@@ -9,7 +9,8 @@
 Profiles take nearly all of the time, so they are made in order of a lower bound, from small sizes of the model axes to large ones, until the
 bounds of all others are above a strategy that fits: what a profile computes and exchanges over its model axes (`Profile.floor`) bounds those
 in which one of these axes is larger, or a device works on more and smaller parts of the batch; before one is profiled, so does that together with what its data axes
-would exchange, as no axis but tp and ep divides the weights (`Profile.bounded_by`). That neither saves work or exchanges of a rank is a
+would exchange, as no axis but tp and ep divides the weights (`Profile.bounded_by`). Of a profile's own pipelines, whose chunks make an estimate dear, those
+are estimated that this bound leaves within what the model errs: rivals and ties are among them. That neither saves work or exchanges of a rank is a
 property of the model of costs, which tests hold against estimates of every candidate; within it the order is optimal. So is that more microbatches
 save nothing but a pipeline's bubble. What the model errs is said with the plan.
 """
@@ -176,7 +177,7 @@ class Search(Evaluator):
             if bounds.pop(at) > max(limit, best * (1 + AGREES)):
                 num_slower += sum(map(len, groups.values()))
                 break
-            members = groups.pop(at)
+            members, profile = groups.pop(at), None
             if self._is_slower(members, profiled, max(limit, best * (1 + AGREES))):
                 num_slower += len(members)
                 continue
@@ -190,8 +191,11 @@ class Search(Evaluator):
                 if floor > max(limit, best * (1 + AGREES)):
                     num_slower += len(members)
                     continue
-            ranked = self._estimated(members, refusals)
-            busy = min((estimate.seconds - estimate.bubble_seconds - estimate.waiting_seconds for _, estimate in ranked), default=0.0)
+            left_out = [] if profile is None else self._far(members, profile, max(limit, best * (1 + AGREES)))
+            num_slower += len(left_out)
+            far = {strategy for strategy, _ in left_out}
+            ranked = self._estimated([strategy for strategy in members if strategy not in far], refusals)
+            busy = min((estimate.seconds - estimate.bubble_seconds - estimate.waiting_seconds for _, estimate in ranked + left_out), default=0.0)
             for key in bounds:  # more microbatches make smaller bubbles, and save nothing else
                 if _has_more_microbatches(groups[key][0], members[0]):
                     bounds[key] = max(bounds[key], busy)
@@ -201,6 +205,13 @@ class Search(Evaluator):
             best = min([best, *(estimate.seconds for _, estimate in ranked if self.fits(estimate))])
         return sorted(found, key=_order), max(limit, best * (1 + AGREES)), num_slower
 
+    def _far(self, members: list[Strategy], profile: Profile, limit: float) -> Ranking:
+        """The pipelines among strategies of one profile that are above `limit` by more than the model errs, with what bounds them: of a pipeline a bound takes a tenth of an estimate."""
+        if members[0].pp == 1:
+            return []
+        found = [(strategy, profile.bounded_by(members[0], strategy, self.hardware)) for strategy in members]
+        return [(strategy, bound) for strategy, bound in found if bound.seconds > limit * (1 + self.hardware.error)]
+
     def _is_slower(self, members: list[Strategy], profiled: list[tuple[Strategy, Profile]], limit: float) -> bool:
         """Whether all strategies of one profile, which is not made yet, are above `limit` by one of the profiles of the largest model axes below theirs."""
         first = members[0]
@@ -209,7 +220,7 @@ class Search(Evaluator):
         within = sorted((item for item in profiled if _is_within(item[0], first)), key=lambda item: -math.prod(_sizes(item[0])))
         left = members
         for below, profile in within[:_BOUNDS]:  # one has the exchange of tokens, another one that of heads
-            left = [strategy for strategy in left if profile.bounded_by(below, strategy, self.hardware) <= limit]
+            left = [strategy for strategy in left if profile.bounded_by(below, strategy, self.hardware).seconds <= limit]
             if not left:
                 return True
         return False
