@@ -123,7 +123,7 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
     """The hardware whose times come closest to the measured ones.
 
     The peak of a dtype is the rate of its fastest product, and the efficiency by smallest dim the geometric mean over dtypes of the
-    other rates against it; a product that takes as long as its memory says nothing of the arithmetic, unless it is the largest. The bandwidth is that of the largest stream, and smaller ones have their multiples of it. Of
+    other rates against it; a product that takes as long as its memory says nothing of the arithmetic, unless it is the largest. The bandwidth is that of the largest stream, and smaller ones, and an update, have their multiples of it. Of
     collectives, meeting and seconds per byte of each kind, and the latency of all, are found by non-negative least squares of relative errors.
 
     Args:
@@ -131,7 +131,7 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
         memory_bytes: of one device, as JAX says; the preset's, where the kind has one, is taken first.
     """
     name = preset_name(device_kind)
-    of_kind = {kind: [item for item in measurements if item.kind == kind] for kind in ("product", "stream", "launch")}
+    of_kind = {kind: [item for item in measurements if item.kind == kind] for kind in ("product", "stream", "update", "launch")}
     launch = of_kind["launch"][0].seconds
 
     def working(item: Measurement) -> float:
@@ -162,6 +162,7 @@ def fit(measurements: Sequence[Measurement], device_kind: str, num_devices: int,
         launch_seconds=launch,
         product_efficiency=tuple((size, min(_geometric_mean(found), 1.0)) for size, found in sorted(shares.items())),
         memory_efficiency=1.0,
+        update_rate=of_kind["update"][0].size_bytes / of_kind["update"][0].seconds / bandwidth,
         stream_rates=tuple((size, rate / bandwidth) for size, rate in sorted(streams.items())),
     )
     hardware = Hardware(
@@ -212,6 +213,8 @@ def predict(item: Measurement, hardware: Hardware) -> float:
         return hardware.late_seconds(item.num_ranks, item.computing_seconds)
     if item.kind == "launch":
         return hardware.chip.launch_seconds
+    if item.kind == "update":
+        return item.size_bytes / (hardware.chip.memory_bandwidth * hardware.chip.memory_efficiency * hardware.chip.update_rate)
     flops = 2.0 * math.prod(item.dims) if item.dims else 0.0
     return float(compute_seconds(flops, item.dims, item.size_bytes, item.dtype, hardware.chip))
 

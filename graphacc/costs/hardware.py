@@ -64,6 +64,7 @@ class Chip:
     product_efficiency: tuple[tuple[int, float], ...]  # (smallest of m, k, n; share of the peak), by size; interpolated over the logarithm
     memory_efficiency: float  # share of the memory bandwidth that streams reach
     stream_rates: tuple[tuple[int, float], ...] = ()  # (bytes read and written, multiple of `memory_bandwidth * memory_efficiency`): what caches hold streams faster; by size, interpolated over the logarithm
+    update_rate: float = 1.0  # of an optimizer's update, a multiple of `memory_bandwidth * memory_efficiency`: it writes where it has read, for which a CPU's caches fetch nothing
     attention_efficiency: float = 1.0  # share that a fused attention reaches of what a product of its dims would (see `Work.dims`)
 
     def __post_init__(self):
@@ -71,7 +72,8 @@ class Chip:
             _check(self, field, "a number above 0", lambda x: x > 0)
         _check(self, "launch_seconds", "a number of at least 0", lambda x: x >= 0)
         _check(self, "memory_efficiency", "a number above 0 and at most 1", lambda x: 0 < x <= 1)
-        _check(self, "attention_efficiency", "a number above 0", lambda x: x > 0)
+        for field in ("update_rate", "attention_efficiency"):
+            _check(self, field, "a number above 0", lambda x: x > 0)
         if not _is_table(self.product_efficiency):
             raise StrategyError(
                 f"product_efficiency={self.product_efficiency} of chip {self.name!r}: give pairs (smallest dim, share of the peak) "

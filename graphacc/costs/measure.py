@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _ALL: tuple[str, ...] = ("group", "pair")  # axes of the mesh: together all devices, and "pair" groups of two
 _CHAIN = 4  # products, one after the other
 _STREAMS = 8  # element-wise kernels, one after the other
+_UPDATED = 4  # parameters of an update
 _LAUNCHES = 64
 _EXCHANGES = 4  # collectives, one after the other
 _ROWS = {"short": 64, "long": 256}  # of the products between them
@@ -35,7 +36,7 @@ _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 class Measurement:
     """One time, the shortest of several; of "lateness" the usual one."""
 
-    kind: str  # "product", "stream", "launch", "lateness" (what a collective takes more behind long products than behind short ones), or a collective
+    kind: str  # "product", "stream", "update", "launch", "lateness" (what a collective takes more behind long products than behind short ones), or a collective
     seconds: float
     dtype: str = "fp32"
     dims: tuple[int, int, int] | None = None  # (m, k, n) of a product
@@ -76,10 +77,14 @@ def _chain_of_products(collective: Callable) -> Callable:
 
 
 class _Timed:
-    """A program of all devices, and the times of its runs."""
+    """A program of all devices, and the times of its runs.
 
-    def __init__(self, run: Callable, arrays: tuple[jax.Array, ...]):
-        self._run, self._arrays = run, arrays
+    Args:
+        in_place: it gives what it takes, which the next run takes.
+    """
+
+    def __init__(self, run: Callable, arrays: tuple[jax.Array, ...], *, in_place: bool = False):
+        self._run, self._arrays, self._in_place = run, arrays, in_place
         self._rounds: list[float] = []
         self._start()
         start = time.perf_counter()
@@ -87,12 +92,18 @@ class _Timed:
         self._count = max(1, round(0.005 / (time.perf_counter() - start)))  # runs of a round
 
     def _start(self) -> None:
-        jax.block_until_ready(self._run(*self._arrays))
+        jax.block_until_ready(self._next())
+
+    def _next(self) -> object:
+        result = self._run(*self._arrays)
+        if self._in_place:
+            self._arrays = result
+        return result
 
     def round(self) -> None:
         start = time.perf_counter()
         for _ in range(self._count):
-            result = self._run(*self._arrays)
+            result = self._next()
         jax.block_until_ready(result)
         self._rounds.append((time.perf_counter() - start) / self._count)
 
@@ -122,7 +133,7 @@ class _Bench:
 
     def run(self) -> list[Measurement]:
         found = [self._product(*dims, dtype) for dtype in _DTYPES for dims in self.sizes.products]
-        found += [*map(self._stream, self.sizes.streams), self._launch(), *self._collectives(), *self._latenesses()]
+        found += [*map(self._stream, self.sizes.streams), self._update(self.sizes.streams[-1]), self._launch(), *self._collectives(), *self._latenesses()]
         for _ in range(self.sizes.rounds):
             for program in self._programs:
                 program.round()
@@ -159,6 +170,21 @@ class _Bench:
 
         timed = self._timed(there_and_back, self._array((size // 4,)))
         return lambda: Measurement(kind="stream", seconds=self._seconds(timed) / (2 * _STREAMS), size_bytes=3 * size)
+
+    def _update(self, size: int) -> Callable[[], Measurement]:
+        """Of Adam's update of parameters of `size` bytes each, in place: every run has the results of the one before."""
+
+        def update(gradient, parameter, mean, square):
+            mean, square = mean + (gradient - mean) * 0.1, square * 0.999 + gradient * gradient * 0.001
+            return gradient, parameter * 0.999 - 1e-3 * mean / (jnp.sqrt(square) + 1e-8), mean, square
+
+        def step(*tensors):
+            return tuple(x for i in range(0, len(tensors), 4) for x in update(*tensors[i : i + 4]))
+
+        ones = self._array((size // 4,))
+        tensors = (ones + i for i in range(4 * _UPDATED))
+        timed = self._timed(step, *tensors, in_place=True)
+        return lambda: Measurement(kind="update", seconds=self._seconds(timed), size_bytes=7 * _UPDATED * size)
 
     def _launch(self) -> Callable[[], Measurement]:
         """Of one of many small kernels, which cannot be fused."""
@@ -235,11 +261,12 @@ class _Bench:
             self._arrays[shape, dtype] = jax.jit(lambda: jnp.full(whole, 1 / shape[-1], _DTYPES[dtype]), out_shardings=self.sharding)()
         return self._arrays[shape, dtype]
 
-    def _timed(self, function: Callable, *arrays: jax.Array) -> _Timed:
+    def _timed(self, function: Callable, *arrays: jax.Array, in_place: bool = False) -> _Timed:
         """A program that every round runs."""
         spec = PartitionSpec(_ALL)
-        run = jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=tuple(spec for _ in arrays), out_specs=spec, check_vma=False))
-        self._programs.append(_Timed(run, arrays))
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=tuple(spec for _ in arrays), out_specs=spec, check_vma=False)
+        run = jax.jit(mapped, donate_argnums=range(len(arrays)) if in_place else ())
+        self._programs.append(_Timed(run, arrays, in_place=in_place))
         return self._programs[-1]
 
     def _seconds(self, program: _Timed) -> float:

@@ -271,7 +271,7 @@ class Profile:
         return Composed(
             seconds=seconds,
             moved=messages.moved,
-            update_seconds=self._host_update_seconds(strategy, hardware) if offloads else _stream_seconds(totals["update"].kept(strategy), hardware),
+            update_seconds=self._host_update_seconds(strategy, hardware) if offloads else _stream_seconds(totals["update"].kept(strategy), hardware) / hardware.chip.update_rate,
             sizes={
                 "parameter_bytes": round(kept / 2 if offloads and strategy.precision == "bf16" else kept),
                 "state_bytes": 0 if offloads else round(state),

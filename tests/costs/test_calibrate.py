@@ -37,11 +37,12 @@ def measured(tmp_path_factory):
 def test_constants_are_found_again():
     """Times that a known hardware predicts give that hardware."""
     base = Hardware.parse("8xH100")
-    chip = dataclasses.replace(base.chip, product_efficiency=((256, 0.3), (1024, 0.6), (8192, 1.0)), stream_rates=((2**28, 3.0), (2**29, 1.5), (2**30, 1.0)))
+    chip = dataclasses.replace(base.chip, product_efficiency=((256, 0.3), (1024, 0.6), (8192, 1.0)), stream_rates=((2**28, 3.0), (2**29, 1.5), (2**30, 1.0)), update_rate=1.4)
     known = base.replace(chip=chip, levels=(Level(name="nvlink", size=8, bandwidth=300e9, latency_seconds=3e-6),), collective_shares=(("all_to_all", 0.5),))
     asked = [
         *(Measurement(kind="product", seconds=0, dtype=dtype, dims=(size, 8192, 8192)) for dtype in ("fp32", "bf16") for size in (256, 1024, 8192)),
         *(Measurement(kind="stream", seconds=0, size_bytes=size) for size in (2**20, 2**28, 2**29, 2**30)),
+        Measurement(kind="update", seconds=0, size_bytes=2**31),
         Measurement(kind="launch", seconds=0),
         *(Measurement(kind=kind, seconds=0, size_bytes=size, num_ranks=ranks) for kind in KINDS for size in (2**16, 2**22, 2**28) for ranks in (2, 8)),
     ]
@@ -51,7 +52,7 @@ def test_constants_are_found_again():
     assert dict(found.chip.product_efficiency) == pytest.approx(dict(chip.product_efficiency))
     assert found.chip.launch_seconds == pytest.approx(5e-6)
     assert found.chip.memory_bandwidth * found.chip.memory_efficiency == pytest.approx(0.8 * 3.35e12)
-    assert dict(found.chip.stream_rates) == pytest.approx(dict(chip.stream_rates))
+    assert dict(found.chip.stream_rates) == pytest.approx(dict(chip.stream_rates)) and found.chip.update_rate == pytest.approx(1.4)
     assert found.meeting_seconds == pytest.approx(4.4e-6, rel=1e-3)
     assert (found.levels[0].name, found.levels[0].size) == ("nvlink", 8)
     assert (found.levels[0].bandwidth, found.levels[0].latency_seconds) == pytest.approx((300e9, 3e-6), rel=1e-3)
@@ -64,7 +65,7 @@ def test_constants_are_found_again():
 def test_ranks_that_share_cores_come_late_by_what_was_measured(seconds, lateness):
     """Eight ranks on two cores wait 0.3 ms longer behind 1 ms of products more; six of them come behind those that the cores run first."""
     measured = [Measurement(kind=kind, seconds=1e-4, dtype=dtype, dims=(256, 256, 256)) for kind in ("product",) for dtype in ("fp32", "bf16")]
-    measured += [Measurement(kind="stream", seconds=1e-3, size_bytes=2**20), Measurement(kind="launch", seconds=1e-6)]
+    measured += [Measurement(kind="stream", seconds=1e-3, size_bytes=2**20), Measurement(kind="update", seconds=1e-3, size_bytes=2**20), Measurement(kind="launch", seconds=1e-6)]
     measured += [Measurement(kind=kind, seconds=1e-4 * ranks + size * 1e-9, size_bytes=size, num_ranks=ranks) for kind in KINDS for size in (2**14, 2**22) for ranks in (2, 8)]
     late = Measurement(kind="lateness", seconds=seconds, num_ranks=8, computing_seconds=1e-3)
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +83,7 @@ def test_a_product_that_memory_bounds_says_nothing_of_the_arithmetic(sizes, foun
     chip = dataclasses.replace(PRESETS["H100"].chip, product_efficiency=((256, 0.5), (8192, 1.0)), stream_rates=())
     known = Hardware.parse("8xH100").replace(chip=chip)
     products = [Measurement(kind="product", seconds=0, dtype=dtype, dims=(size, 8192, 8192), size_bytes=2**28) for dtype in ("fp32", "bf16") for size in sizes]
-    asked = [*products, Measurement(kind="stream", seconds=0, size_bytes=2**28), Measurement(kind="launch", seconds=0)]
+    asked = [*products, *(Measurement(kind=kind, seconds=0, size_bytes=2**28) for kind in ("stream", "update")), Measurement(kind="launch", seconds=0)]
     timed = [dataclasses.replace(item, seconds=predict(item, known)) for item in asked]
     timed = [dataclasses.replace(item, seconds=2**28 / (0.8 * 3.35e12)) if (item.dims or (0,))[0] == 64 else item for item in timed]
     assert dict(fit(timed, "NVIDIA H100 80GB HBM3", 8).chip.product_efficiency) == pytest.approx(found, rel=0.1)
@@ -93,7 +94,7 @@ def test_four_virtual_devices_are_measured(measured):
     hardware = measured.hardware
     assert str(hardware) == "cpu:4" and hardware.shared_cores >= 1 and hardware.error > 0
     assert "graphacc calibrate on 4 x cpu, jax" in hardware.source and "measurements" in hardware.error_source
-    assert {item.kind for item in measured.measurements} == {"product", "stream", "launch", "lateness", *KINDS}
+    assert {item.kind for item in measured.measurements} == {"product", "stream", "update", "launch", "lateness", *KINDS}
     assert {item.num_ranks for item in measured.measurements if item.kind in KINDS} == {2, 4}
     assert all(item.seconds > 0 for item in measured.measurements if item.kind != "lateness")
     (late,) = [item for item in measured.measurements if item.kind == "lateness"]
