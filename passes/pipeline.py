@@ -37,7 +37,7 @@ from graphacc.passes.partition.tensor_parallel import find_tensor_parallel, sequ
 from graphacc.passes.partition.zero import batch_splits, split_before, state_split, zero_layouts
 from graphacc.passes.remat import needs_remat, remat_pass
 from graphacc.passes.runner import Pass
-from graphacc.passes.stages import mark_pass, owner_of
+from graphacc.passes.stages import mark_pass, mark_update_pass, owner_of
 from graphacc.passes.stream import stream_pass
 from graphacc.passes.widen import WIDEN_GRADIENTS
 from graphacc.strategy.axes import CP, DP, EP, FSDP, TP
@@ -80,7 +80,8 @@ def build_pipeline(
         passes.append(ORDER_ROWS)
     if strategy.offload is not None:
         passes.append(NARROW_PARAMETERS)
-    if strategy.pp > 1 and any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes):
+    is_update = not any(node.meta.get("phase") is Phase.FORWARD for node in step.graph.nodes)
+    if strategy.pp > 1 and not is_update:
         passes.append(mark_pass(strategy, homes))
     in_chunks = needs_chunks(step, strategy.loss_chunks)
     if in_chunks:
@@ -114,6 +115,8 @@ def build_pipeline(
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
     if strategy.hpz > 1:
         passes.append(secondary_partition_pass(strategy.hpz))
+    if strategy.pp > 1 and is_update:
+        passes.append(mark_update_pass(homes))
     if strategy.bucket_mb != 0 and any(item.decide is not None for item in passes):
         passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
         if strategy.zero_stage == 3:

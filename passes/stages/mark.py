@@ -15,6 +15,7 @@ import torch.fx
 from graphacc.graph import Kind, StepGraph
 from graphacc.passes.runner import Log, Pass
 from graphacc.passes.stages.assign import forward_chunks
+from graphacc.passes.stages.places import update_places
 from graphacc.passes.stages.replicas import add_replicas, contributions
 from graphacc.passes.stages.values import SEGMENT, free_values, readers, size_bytes
 from graphacc.strategy.spec import Strategy
@@ -32,6 +33,24 @@ def mark_pass(strategy: Strategy, homes: Mapping[str, int]) -> Pass:
         return step
 
     return Pass(name="mark-stages", exact=False, run=run, key=("mark-stages", strategy, tuple(homes.items())))
+
+
+def mark_update_pass(homes: Mapping[str, int]) -> Pass:
+    """Marks an update's collectives with the stages of what they move, so that no message joins tensors of several: what one stage has would go to the other and back.
+
+    Args:
+        homes: parameter -> its stage.
+    """
+
+    def run(step: StepGraph, log: Log) -> StepGraph:
+        names = [item.target for item in step.inputs if item.kind in (Kind.PARAM, Kind.GRAD)]
+        for node, place in update_places(step, {name: homes.get(name, 0) for name in names}).items():
+            if "move" in node.meta:
+                node.meta[SEGMENT] = place.stage
+                log.rewrote()
+        return step
+
+    return Pass(name="mark-update", exact=True, run=run, key=("mark-update", tuple(homes.items())))
 
 
 class _Backward:
