@@ -110,14 +110,29 @@ def build_pipeline(
     if in_chunks:
         passes.append(chunk_pass(strategy.loss_chunks))
     passes.append(WIDEN_GRADIENTS)
+    if strategy.pp > 1 and is_update:
+        passes.append(mark_update_pass(homes))
+    passes += _messages(strategy, stage, frozen, has_partitions=any(item.decide is not None for item in passes))
+    passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
+    if needs_remat(step, strategy):
+        first.append(remat_pass(strategy, passes))
+    return [*first, *passes, *([stream_pass(strategy)] if streams else [])]
+
+
+def _messages(strategy: Strategy, stage: int, frozen: Collection[str], *, has_partitions: bool) -> list[Pass]:
+    """What becomes of the moves that the partitions have made.
+
+    Args:
+        stage: ZeRO's, as of the partitions.
+        frozen: as of `build_pipeline`.
+    """
+    passes: list[Pass] = []
     if strategy.quantized_weights:
         kept = Frozen(names=frozenset(frozen) if strategy.pp == 1 else frozenset(), bits=strategy.frozen_bits)
         passes.append(quantized_gather_pass(strategy.quant_block, kept))
     if strategy.hpz > 1:
         passes.append(secondary_partition_pass(strategy.hpz))
-    if strategy.pp > 1 and is_update:
-        passes.append(mark_update_pass(homes))
-    if strategy.bucket_mb != 0 and any(item.decide is not None for item in passes):
+    if strategy.bucket_mb != 0 and has_partitions:
         passes.append(bucket_pass(None if strategy.bucket_mb is None else round(strategy.bucket_mb * 1e6), multiple=strategy.quant_block))
         if strategy.zero_stage == 3:
             passes.append(prefetch_pass(strategy.prefetch))
@@ -125,10 +140,7 @@ def build_pipeline(
         passes.append(RELEASE_GRADIENTS)
     if strategy.quantized_gradients:
         passes.append(quantized_scatter_pass(strategy.quant_block, strategy.node_ranks))
-    passes += [JOIN_PRODUCTS, DEAD_CODE, COMMON_SUBEXPRESSIONS]
-    if needs_remat(step, strategy):
-        first.append(remat_pass(strategy, passes))
-    return [*first, *passes, *([stream_pass(strategy)] if streams else [])]
+    return passes
 
 
 def partition_pass(

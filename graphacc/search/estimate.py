@@ -166,7 +166,7 @@ class Profile:
         return strategy.microbatches / strategy.pp * (once + sum(move_seconds(item, mesh, hardware) for item in self._waited_for))
 
     def bounded_by(self, here: Strategy, larger: Strategy, hardware: Hardware) -> Estimate:
-        """An estimate in whose seconds, with the bubble and without, a strategy does not take less whose model axes are those of `here`, of which this is the profile, or multiples; its bytes say nothing.
+        """Seconds below which a strategy does not fall, with its bubble and without, whose model axes are those of `here`, of which this is the profile, or multiples of them; the bytes are no bound.
 
         That is `floor`, with the activations that tp sums and ep exchanges of as many more samples as tp gives a rank, and what the data axes do not hide behind it:
         tp leaves a rank a part of the weights, ep of those of experts, and cp all. Of a pipeline it is that of the mean stage, and the bubble of equal ones, of which

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from graphacc import collector
@@ -278,7 +279,7 @@ class Evaluator:
         """
         if self.update is None:
             raise StrategyError(f"{strategy}: the step has no update")
-        local = self.local(self.update, strategy)
+        local = self.local(self.update, strategy, homes)
         owners = {item.target: homes.get(item.target, 0) for item in local.inputs if item.kind in (Kind.PARAM, Kind.GRAD)}
         return cut(local, update_places(local, owners), strategy.within_stage.mesh)
 
@@ -299,13 +300,13 @@ class Evaluator:
         """The update, where it is a part of the step's program."""
         return None if self.accumulates or strategy.microbatches > 1 or strategy.offload is not None else self.update
 
-    def local(self, step: StepGraph, strategy: Strategy) -> StepGraph:
-        """The program of one device that the passes make of a captured graph."""
+    def local(self, step: StepGraph, strategy: Strategy, homes: Mapping[str, int] = MappingProxyType({})) -> StepGraph:
+        """The program of one device that the passes make of a captured graph; homes as of `build_pipeline`."""
         with collector.paused():
-            return run_passes(step.copy(), self._passes(step, strategy))[0]
+            return run_passes(step.copy(), self._passes(step, strategy, homes))[0]
 
-    def _passes(self, step: StepGraph, strategy: Strategy) -> list[Pass]:
-        return build_pipeline(step, strategy, batch_dims=self.dims_of(step), splits=self.splits_of(strategy), experts=self._experts)
+    def _passes(self, step: StepGraph, strategy: Strategy, homes: Mapping[str, int] = MappingProxyType({})) -> list[Pass]:
+        return build_pipeline(step, strategy, batch_dims=self.dims_of(step), splits=self.splits_of(strategy), homes=homes, experts=self._experts)
 
     def _begun_alike(self, strategy: Strategy) -> StepGraph:
         """The program of one device of the reduced step, unchecked, as it is only read. What stands in front of each partition is kept, for strategies that begin alike; a partition does not change it."""

@@ -155,7 +155,9 @@ def _match(exp, softmax, scores: list[_Step], first: fx.Node, drops: list[_Step]
     batch, heads = _batch_and_heads([first, *(step.node for step in scores), softmax["p"]])
     q3, k3 = first.args
     v3 = second.args[1]
-    _require(q3.meta["val"].dtype in KERNEL_DTYPES, f"{q3.meta['val'].dtype} has no kernel")
+    dtype, other = (fx.map_arg(x, lambda node: node.meta["val"].dtype) for x in (q3, v3))
+    _require(dtype in KERNEL_DTYPES, f"{dtype} has no kernel")
+    _require(dtype == other, f"its products are in {dtype} and {other}")
     q_len, dim, kv_len = (*shape_of(q3)[1:], shape_of(k3)[2])
     build = Editor(exp.graph, second)
     scale, terms = _scale_and_terms(build, scores, batch, heads, masks)

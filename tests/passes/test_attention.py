@@ -112,6 +112,16 @@ def test_forms_of_transformers(name, implementation, padding, what):
     assert not squares(step)
 
 
+def test_products_of_two_dtypes_stay_written_out():
+    """Autocast leaves Bloom's scores, which are added to ALiBi's numbers, in fp32, and multiplies their softmax and the values in bf16."""
+    model, batch = zoo.condition(_model("bloom", "eager"), 1).train(), _batch("bloom", "right")
+    _, report = attach(build(copy.deepcopy(model), batch, precision="bf16").joint)
+    assert report.missed and "its products are in torch.float32 and torch.bfloat16" in str(report)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = copy.deepcopy(model)(**batch).loss.item()
+    assert train(compiled(model, "precision=bf16"), [batch])[0] == pytest.approx(expected, rel=1e-3)
+
+
 def test_key_heads_are_not_repeated():
     for implementation in ("eager", "sdpa"):
         step, _ = attach(build(zoo.condition(_model("llama", implementation), 1).train(), _batch("llama", "right")).joint)

@@ -49,6 +49,13 @@ def test_parity_with_data_axes_and_clipping(name, strategy):
     assert len(sent) == 2 and all(len(item.shape) == 1 for item in sent), "clipping sends one vector of norms, and the scale back"
 
 
+def test_an_update_sends_nothing_between_stages():
+    """Small gradients are summed in one message of each stage, and so are what ZeRO-1 scatters of them and gathers of the new weights."""
+    model = check_pipeline(with_layers("llama", 2), batches_of("llama", 2, 16), "pp=2,dp=2,fsdp=2,zero=1,microbatches=2")
+    update = next(c for c in model._graphacc_engine.programs._by_key.values() if c.kind == "update")
+    assert update.transfer_bytes == {} and len(update.programs) == 2
+
+
 @pytest.mark.matrix
 def test_bf16_trains_close_to_one_device():
     strategy = "pp=2,microbatches=4"

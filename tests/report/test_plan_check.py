@@ -11,7 +11,8 @@ import transformers
 from graphacc._compat import jax_ as compat
 from graphacc.cli import EXIT_ERROR, EXIT_SOLVED, main
 from graphacc.errors import StrategyError
-from graphacc.report.plan_check import check_plan
+from graphacc.graph import Kind
+from graphacc.report.plan_check import _graphs, check_plan
 from graphacc.report.plan_page import page
 from graphacc.runtime.absent import absent_mesh
 from graphacc.search.model import search_and_plan
@@ -83,6 +84,14 @@ def test_a_step_of_several_programs(strategy):
         assert predicted == pytest.approx(found, rel=0.35)
     assert check.collective_bytes and all(planned == compiled > 0 for planned, compiled in check.collective_bytes.values()), check.collective_bytes
     assert (check.fullest and f"; fullest in {check.fullest}" in str(check)) or "offload" in strategy  # where the host updates there is one program
+
+
+def test_an_update_is_cut_as_the_loop_cuts_it():
+    """Messages join no tensors of several stages: what crosses is Adam's correction of the bias for each parameter of stage 1, a number."""
+    search, plan = planned("cpu:8", "pp=2,fsdp=4,zero=1,microbatches=2")
+    parts = [part for part in _graphs(search, plan.strategy) if part.updates]
+    crossing = [item for part in parts for item in part.step.inputs if item.kind is Kind.CROSS]
+    assert [part.stage for part in parts] == [0, 1] and [len(item.shape) for item in crossing] == [1] and crossing[0].shape[0] < 16
 
 
 @pytest.mark.matrix
