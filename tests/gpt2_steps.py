@@ -1,4 +1,4 @@
-"""GPT-2's (or a Llama's, or a Mixtral's) training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
+"""GPT-2's (or a BERT's, a Llama's, or a Mixtral's) training step in any size, captured and spread without anything being computed, and what its compiled form gathers."""
 
 import torch
 import transformers
@@ -22,6 +22,16 @@ def gpt2(*, layers: int, width: int, length: int, vocabulary: int) -> nn.Module:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
+
+
+def bert(*, layers: int, width: int, length: int, vocabulary: int) -> nn.Module:
+    """For masked tokens, with heads of 64 elements."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
 
 
 def llama(*, layers: int, width: int, length: int, vocabulary: int, factor: int = 4) -> nn.Module:

@@ -36,7 +36,15 @@ from graphacc.costs.xla_gpu import (
 )
 from graphacc.graph import Phase, StepGraph
 from graphacc.ops.chunked import body_of
-from graphacc.ops.facts import LAYOUT_KINDS, OpKind, is_packed_factor, is_read_transposed, of_kind, padding_of_rows
+from graphacc.ops.facts import (
+    LAYOUT_KINDS,
+    OpKind,
+    before_barrier,
+    is_packed_factor,
+    is_read_transposed,
+    of_kind,
+    padding_of_rows,
+)
 from graphacc.passes.memory.order.graph import compile_problem
 from graphacc.passes.memory.order.heuristics import HEURISTICS
 from graphacc.passes.memory.order.solve import solve_order
@@ -46,6 +54,7 @@ _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _REDUCE = torch.ops._c10d_functional.all_reduce.default
 _AFTER = torch.ops.graphacc.after.default
+_BARRIER, _PERMUTE = torch.ops.graphacc.barrier.default, torch.ops.graphacc.permute_ranks.default
 _VIEWS = of_kind(*LAYOUT_KINDS, OpKind.EXPAND, OpKind.ORDER) - {_aten.clone.default} | {operator.getitem, _WAIT}
 """Operators whose result shares, or can share, the memory of their first operand."""
 
@@ -247,6 +256,9 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
         if not cpu and node.target is _WAIT and node.all_input_nodes[0].target is not _REDUCE:  # what is sent stays until then
             sent = node.all_input_nodes[0].all_input_nodes
             operators.append(Operator(name=node.name, reads=tuple(sorted(frozenset().union(*(places[operand] for operand in sent)))), writes=()))
+        if node.target is _BARRIER or (same := before_barrier(node)) is not node:
+            places[node] = frozenset() if node.target is _BARRIER else places[same]
+            continue
         again = _repeated_for(node) if cpu else None
         reads = frozenset().union(*(places[operand] for operand in (node if again is None else again).all_input_nodes))
         waits = _copied_and_awaited(node) if cpu else None
@@ -278,6 +290,8 @@ def _made_problem(step: StepGraph, *, cpu: bool, late: bool) -> Problem:
         else:
             made[node] = range(len(buffers), len(buffers) + len(sizes(node)))
             places[node] = frozenset(made[node])
+            if not cpu and node.target is _PERMUTE and all(user.target is not _BARRIER for user in node.users):  # what is sent stays until it has come; of keys that go around a ring it is read that long
+                places[node] |= places[node.all_input_nodes[0]]
             widened = 2 if not cpu and _is_summed_wide(node) else 1
             buffers += [Buffer(name=node.name, size=widened * size) for size in sizes(node)]
             workspace = loop_bytes(node)
@@ -388,7 +402,7 @@ def _is_summed_wide(node: torch.fx.Node) -> bool:
 
 def _elementwise_operands(node: torch.fx.Node, made: Mapping[torch.fx.Node, range], through: frozenset = _IN_ORDER) -> Iterator[torch.fx.Node]:
     """The calls with results of their own that a call reads element by element, in row-major order or through other operators."""
-    for operand in node.all_input_nodes:
+    for operand in map(before_barrier, node.all_input_nodes):
         if operand in made:
             yield operand
         elif operand.op == "call_function" and (operand.target in through or torch.Tag.pointwise in getattr(operand.target, "tags", ())):
@@ -417,10 +431,21 @@ def computed_on_the_fly(node: torch.fx.Node, *, cpu: bool = False, sources: int 
     """
     if node.op != "call_function" or not _is_fusible(node, cpu=cpu) or not node.users:
         return False
-    users = list(node.users if sources is None else _users(node))
+    users = list(_users_behind_barriers(node) if sources is None else _users(node))
     if len(users) > 1 and not _may_be_repeated(node, sources):
         return False
     return all(user.op == "call_function" and (_is_fusible(user) or user.target in _REDUCTIONS) for user in users)
+
+
+def _users_behind_barriers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Who reads a value in a program for CPUs, where barriers are nothing."""
+    for user in node.users:
+        if user.target is _BARRIER:
+            for same in user.users:
+                if before_barrier(same) is before_barrier(node):
+                    yield from _users_behind_barriers(same)
+        else:
+            yield user
 
 
 def _users(node: torch.fx.Node) -> Iterator[torch.fx.Node]:

@@ -199,7 +199,7 @@ def _communicates(node: torch.fx.Node) -> bool:
 
 
 def _shares_memory(node: torch.fx.Node) -> bool:
-    return node.target in _WAITS or is_view(node)
+    return node.target in _WAITS or node.target is _ops.barrier.default or is_view(node)
 
 
 def _product(node: torch.fx.Node) -> tuple[float, tuple[int, int, int] | None]:

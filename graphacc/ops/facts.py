@@ -12,6 +12,9 @@ are torch's and `costs/work.py`'s, bytes follow from operands and results, and h
 import dataclasses
 import enum
 import functools
+import operator
+import typing
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,6 +153,16 @@ LEAST_PADDED = 1024
 def padding_of_rows(size: int) -> int:
     """How far rows of a factor or a result of a product in half precision are padded on GPUs, see the rule of ``aten.mm``."""
     return -size % ALIGNED if size % 8 and size >= LEAST_PADDED else 0
+
+
+def before_barrier(node: torch.fx.Node) -> torch.fx.Node:
+    """The value that a result of `graphacc::barrier` is; other values are themselves."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        barrier, index = typing.cast(tuple[torch.fx.Node, int], node.args)
+        if barrier.target is not torch.ops.graphacc.barrier.default:
+            break
+        node = typing.cast(Sequence[torch.fx.Node], barrier.args[0])[index]
+    return node
 
 
 def product_readers(node: torch.fx.Node) -> int:

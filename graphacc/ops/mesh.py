@@ -114,6 +114,17 @@ def _(x, dependency):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("graphacc::barrier", mutates_args=())
+def barrier(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, none of which is read before all of them are in memory. On CPU, whose schedules are planned for memory, the tensors themselves."""
+    return [x.clone() for x in tensors]
+
+
+@barrier.register_fake
+def _(tensors):
+    return [torch.empty_like(x) for x in tensors]
+
+
 @torch.library.custom_op("graphacc::mark_sharding", mutates_args=())
 def mark_sharding(x: Tensor, spec: str) -> Tensor:
     """`x`, which is to be split as `spec` says, and its gradient alike: the mesh axes of its dims, "tp,," (empty: whole)."""

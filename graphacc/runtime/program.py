@@ -284,6 +284,8 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
     - No combining of gathers and scatters in a program that has buckets (`bucketed`). XLA's combiner counts a scatter by its result and joins
       up to 30 MB, so that with 8 ranks it joins eight buckets, whose whole gradients wait for each other: 2 scatters, which keep 249 MB each.
       Combined gathers would undo what `Strategy.prefetch` bounds. All-reduces are left to the combiner.
+    - All permutes that may be on their way together are one message: around a ring the keys and the gradients of other keys travel while one kernel runs, and one message is on its
+      way at a time. Otherwise the gradients' are waited for.
     - A larger `xla_gpu_experimental_parallel_collective_overlap_limit`, and starting collectives as early as possible, change nothing that counts:
       24 and 25 of 46 gathers exposed, not 25 (6 layers, without buckets).
 
@@ -312,7 +314,7 @@ def default_options(mesh: Mesh, *, fast_compile: bool = False, spmd: bool = Fals
     platform = mesh.devices.flat[0].platform
     options: dict[str, str | bool | int]
     if platform in ("cuda", "gpu", "rocm"):
-        options = {"xla_allow_excess_precision": False}
+        options = {"xla_allow_excess_precision": False, "xla_gpu_collective_permute_combine_threshold_bytes": 1 << 40}
         if bucketed:
             options |= {f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter")}
         return known_options(options)

@@ -33,7 +33,8 @@ class Moved:
     phase: Phase
     number: float  # how many there are in the whole graph; in a chunk of a pipeline, its share
     size_bytes: float  # of all of them together, each as `Move.size_bytes` says
-    by_path: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # module -> number and bytes of those that stand in it
+    beside_seconds: float = 0.0  # of the kernels that run while these are on their way: attention, where keys go around a ring
+    by_path: Mapping[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)  # module -> number, bytes and seconds beside of those that stand in it
     each: tuple[tuple[str, float, float], ...] = ()  # of gradients, in the order of the program: module, bytes of one, how many of it the whole graph has
 
     @property
@@ -42,8 +43,17 @@ class Moved:
         return self.axis.partition("/")[0].partition("%")[0]
 
     def times(self, factor: float, larger: float = 1.0) -> "Moved":
-        """So many times as many of them, each so many times as large."""
-        return Moved(axis=self.axis, kind=self.kind, role=self.role, phase=self.phase, number=factor * self.number, size_bytes=factor * larger * self.size_bytes)
+        """So many times as many of them, each so many times as large, as is what runs beside them."""
+        number, size, beside = factor * self.number, factor * larger * self.size_bytes, factor * larger * self.beside_seconds
+        return Moved(axis=self.axis, kind=self.kind, role=self.role, phase=self.phase, number=number, size_bytes=size, beside_seconds=beside)
+
+    def beside(self, kernels: Sequence["Kernel"], seconds: Sequence[float]) -> "Moved":
+        """With the seconds of these kernels, of each once, that run while they are on their way: those of the same modules."""
+        if self.role is not Role.KEYS:
+            return self
+        run = {path: sum(kernel.count * time for kernel, time in zip(kernels, seconds) if (kernel.phase, kernel.path) == (self.phase, path)) for path in self.by_path}
+        by_path = {path: (number, size, run[path]) for path, (number, size, _) in self.by_path.items()}
+        return dataclasses.replace(self, by_path=by_path, beside_seconds=sum(run.values()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +108,7 @@ class GraphCost:
 
     def on(self, chip: Chip) -> "GraphCost":
         """The same program on another chip."""
-        return dataclasses.replace(self, **_times(self.kernels, chip))
+        return dataclasses.replace(self, **_times(self.kernels, chip, self.moved))
 
 
 def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node], int] = lambda node: 1, experts: Collection[str] = ()) -> GraphCost:
@@ -113,8 +123,7 @@ def cost_of(step: StepGraph, hardware: Hardware, count: Callable[[torch.fx.Node]
     saved = sum((count(node) - 1) * size for node, size in saved_for_backward(step, cpu=hardware.shared_cores > 0).items())
     return GraphCost(
         kernels=found,
-        **_times(found, hardware.chip),
-        moved=_moved(step, count),
+        **_times(found, hardware.chip, _moved(step, count)),
         weights=_weights(step, count, experts),
         other_bytes=sum(count(node) * value_bytes(node) for node in (*_arguments(step), *_returned(step))),
         batch_bytes=sum(count(node) * value_bytes(node) for node, item in zip(step.placeholders, step.inputs) if item.kind is Kind.BATCH),
@@ -170,7 +179,7 @@ def group_of(axis: str, mesh: Mapping[str, int], hardware: Hardware) -> tuple[in
 
 
 def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Moved, ...]:
-    found: dict[tuple, dict[str, tuple[float, float]]] = {}
+    found: dict[tuple, dict[str, tuple[float, float, float]]] = {}
     each: dict[tuple, list[tuple[str, float, float]]] = {}
     for node in step.graph.nodes:
         move = node.meta.get("move")
@@ -179,12 +188,12 @@ def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Move
             by_path = found.setdefault(key, {})
             if move.role is Role.GRADIENT:
                 each.setdefault(key, []).append((path_of(node), move.size_bytes, count(node)))
-            number, size = by_path.get(path_of(node), (0, 0))
-            by_path[path_of(node)] = number + count(node), size + count(node) * move.size_bytes
+            number, size, _ = by_path.get(path_of(node), (0, 0, 0))
+            by_path[path_of(node)] = number + count(node), size + count(node) * move.size_bytes, 0.0
     return tuple(
         Moved(
             axis=axis, kind=kind, role=role, phase=phase, by_path=by_path, each=tuple(each.get((axis, kind, role, phase), ())),
-            number=sum(number for number, _ in by_path.values()), size_bytes=sum(size for _, size in by_path.values()),
+            number=sum(number for number, _, _ in by_path.values()), size_bytes=sum(size for _, size, _ in by_path.values()),
         )
         for (axis, kind, role, phase), by_path in found.items()
     )  # fmt: skip
@@ -248,10 +257,10 @@ def value_bytes(node: torch.fx.Node) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def _times(found: Sequence[Kernel], chip: Chip) -> dict[str, Any]:
+def _times(found: Sequence[Kernel], chip: Chip, moved: Sequence[Moved]) -> dict[str, Any]:
     """The fields of a `GraphCost` that follow from the chip."""
     times = tuple(map(float, work_seconds((kernel.work for kernel in found), chip)))
     seconds = dict.fromkeys(Phase, 0.0)
     for kernel, time in zip(found, times, strict=True):
         seconds[kernel.phase] += kernel.count * time
-    return {"kernel_seconds": times, "seconds": seconds}
+    return {"kernel_seconds": times, "seconds": seconds, "moved": tuple(item.beside(found, times) for item in moved)}

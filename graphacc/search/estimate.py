@@ -30,6 +30,7 @@ from graphacc.strategy.axes import CP, DP, EP, FSDP, GRADIENT_AXES, TP, ZERO_AXE
 from graphacc.strategy.spec import Strategy
 
 _HIDE = (Role.WEIGHT, Role.GRADIENT)
+"""What may be on its way while anything else is computed."""
 
 SLOWED = 1.05
 """How much longer computation takes beside collectives (Galvatron measures 1.1 to 1.3 on PCIe; NVLink's copies take few multiprocessors)."""
@@ -207,7 +208,7 @@ class Profile:
     @functools.cached_property
     def _waited_for(self) -> list[Moved]:
         """The messages of the model axes that every rank waits for, also where one of these is larger."""
-        return [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role not in _HIDE]
+        return [item for item in self.cost.moved if item.axis not in GRADIENT_AXES and item.role not in (*_HIDE, Role.KEYS)]
 
     def gradient_bytes(self, strategy: Strategy) -> int:
         """Of the gradients that stay between programs: whole ones below ZeRO-2, unless they leave for the host."""
@@ -426,20 +427,26 @@ def timed(seconds: Mapping[Phase, float], moved: Sequence[Moved], strategy: Stra
     seconds, mesh = {phase: count * seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}, strategy.mesh
     exposed: dict[tuple[Phase, str], float] = {}
     hideable: dict[Phase, dict[str, float]] = {phase: {} for phase in seconds}
+    hidden, free = 0.0, dict(seconds)  # of computation, with no message beside it yet
     for item in moved:
         axis = item.whole_axis
         once = item.phase is Phase.UPDATE or (sums_once and item.role is Role.GRADIENT)
         time = move_seconds(item, mesh, hardware) * (1 if once else count)
         if (axis in GRADIENT_AXES or item.role in _HIDE) and not hardware.shared_cores and item.phase is not Phase.UPDATE:
             hideable[item.phase][axis] = hideable[item.phase].get(axis, 0.0) + time
-        else:
-            exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
+            continue
+        if item.role is Role.KEYS and not hardware.shared_cores:
+            behind = min(time, count * item.beside_seconds)
+            hidden += behind
+            free[item.phase] -= behind
+            seconds[item.phase] += behind * (SLOWED - 1)
+            time -= behind
+        exposed[item.phase, axis] = exposed.get((item.phase, axis), 0.0) + time
     for (phase, axis), late in _lateness(seconds, moved, strategy, hardware).items() if are_all else ():
         exposed[phase, axis] = exposed.get((phase, axis), 0.0) + late
-    hidden = 0.0
     for phase, by_axis in hideable.items():
         total = sum(by_axis.values())
-        behind = min(total, seconds[phase])
+        behind = min(total, max(0.0, free[phase]))
         hidden += behind
         seconds[phase] += behind * (SLOWED - 1)
         for axis, time in by_axis.items() if total > behind else ():

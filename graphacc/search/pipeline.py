@@ -141,7 +141,7 @@ class Depth:
         for path, size in profile.working_bytes.items():
             working = np.maximum(working, size * (share(path) > 0))
         others, batch = (cost.other_bytes - cost.returned_bytes) / num_chunks, cost.batch_bytes / num_chunks
-        totals = [sum((np.outer(both, share(path)) for path, both in item.by_path.items()), np.zeros((2, num_chunks))) for item in cost.moved]
+        totals = [sum((np.outer(both, share(path)) for path, both in item.by_path.items()), np.zeros((3, num_chunks))) for item in cost.moved]
         found: list[Profile] = []
         equal: dict[tuple[bytes, bool], Profile] = {}  # most chunks have as many of each layer as others
         for chunk in range(num_chunks):
@@ -150,9 +150,11 @@ class Depth:
                 found.append(equal[key])
                 continue
             moved = tuple(
-                dataclasses.replace(item, number=float(number), size_bytes=float(size), by_path={}, each=tuple((path, one, count * share(path)[chunk]) for path, one, count in item.each))
+                dataclasses.replace(
+                    item, number=float(number), size_bytes=float(size), beside_seconds=float(beside), by_path={}, each=tuple((path, one, count * share(path)[chunk]) for path, one, count in item.each)
+                )
                 for item, total in zip(cost.moved, totals)
-                for number, size in [total[:, chunk]]
+                for number, size, beside in [total[:, chunk]]
             )
             returned = cost.returned_bytes if chunk == num_chunks - 1 else 0
             weights = tuple(dataclasses.replace(weight, count=number) for weight in cost.weights if (number := self._number_of(weight.name, counts, chunk, num_chunks)))

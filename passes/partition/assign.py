@@ -157,7 +157,7 @@ class Assigner:
         self.moves: list[Move] = []
         self.exchanged: set[torch.fx.Node] = set()  # ids of experts that ranks have told each other
         self.known: dict[tuple, Decision] = {}  # the layers of a model repeat
-        self._inside: dict[tuple, list[tuple[str, int]]] = {}  # the moves of operators that communicate by themselves
+        self._inside: dict[tuple, list[tuple[str, int, Role | None]]] = {}  # the moves of operators that communicate by themselves
 
     def run(self) -> AxisPlan:
         step = self.step
@@ -514,13 +514,13 @@ class Assigner:
             scratch = Emitter(self.axis, self.num_ranks)
             scratch.node = node
             write(scratch, *(scratch.operand(tuple(shape), dtype) for *shape, dtype in given))
-            self._inside[key] = [(item.kind, item.size_bytes) for item in scratch.collectives]
+            self._inside[key] = [(item.kind, item.size_bytes, item.role) for item in scratch.collectives]
         found = self._inside[key]
         if ids is not None and routing.spreads(self.experts, ids, self.num_ranks):
             found = found[ids in self.exchanged :]
             self.exchanged.add(ids)
-        for kind, size in found:
-            self._move(node, kind, None, None, size, forced, None if ids is None else Role.TOKENS)
+        for kind, size, role in found:
+            self._move(node, kind, None, None, size, forced, role if ids is None else Role.TOKENS)
 
     # Values in a placement
 

@@ -14,6 +14,7 @@ from graphacc._compat.torch_ import fake_mode, new_graph
 from graphacc.graph import Phase
 from graphacc.passes.edit import infer
 from graphacc.passes.partition.placement import Shard, local_shape, size_bytes
+from graphacc.passes.partition.plan import Role
 from graphacc.passes.partition.report import Collective
 
 aten, collective, mesh = torch.ops.aten, torch.ops._c10d_functional, torch.ops.graphacc
@@ -150,10 +151,10 @@ class Emitter:
         local[source.dim] *= self.num_ranks
         return self.call(aten.view.default, x, local)
 
-    def permute_ranks(self, x: torch.fx.Node, targets: list[int]) -> torch.fx.Node:
+    def permute_ranks(self, x: torch.fx.Node, targets: list[int], role: Role | None = None) -> torch.fx.Node:
         """`x` of the rank that sends to this one; rank i sends to ``targets[i]``."""
         new = self.call(mesh.permute_ranks.default, self._contiguous(x), targets, self.axis)
-        self.collectives.append(Collective("permute", new, _size(x)))
+        self.collectives.append(Collective("permute", new, _size(x), role))
         return new
 
     def exchange(self, x: torch.fx.Node) -> torch.fx.Node:

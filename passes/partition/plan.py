@@ -19,6 +19,7 @@ class Role(enum.Enum):
     ACTIVATION = "activation"  # or its gradient
     STATE = "optimizer state"  # and what the optimizer computes from it
     TOKENS = "tokens"  # rows on their way to experts and back
+    KEYS = "keys"  # and values, and their gradients, on their way around a ring while attention to others is computed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch.fx
 
-from graphacc.passes.partition.plan import AxisPlan, Move
+from graphacc.passes.partition.plan import AxisPlan, Move, Role
 from graphacc.passes.runner import PassReport
 
 
@@ -16,6 +16,7 @@ class Collective:
     kind: str  # "all_gather", "all_reduce", "reduce_scatter", "all_to_all" or "permute"
     node: torch.fx.Node
     size_bytes: int  # of the whole tensor: gathered, reduced, or before it is scattered; of one rank's part for an all-to-all
+    role: Role | None = None  # where the operator that it is a part of says it
 
     @property
     def phase(self) -> str:

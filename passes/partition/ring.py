@@ -147,18 +147,20 @@ def _forward(ring: Ring) -> list[Node]:
     return [out, lse]
 
 
-def _around(ring: Ring) -> tuple[Pair, Pair, list[Pair]]:
+def _around(ring: Ring) -> tuple[list[Node | None], list[Node | None], list[Pair]]:
     """Output, log-sum-exp, and the log-sum-exp of each block, each for the low and the high queries."""
     *queries, k, v, kv_segments = ring.rows(*_DEALT)
     bias = ring.bias_rows()
-    total: list[Any] = [None, None]
+    outs: list[Node | None] = [None, None]
+    lses: list[Node | None] = [None, None]
     blocks = []
-    for step, (calls, keys) in enumerate(zip(_steps(ring), ring.keys_of_steps([k, v, kv_segments]))):
+    for step, (calls, keys) in enumerate(zip(_steps(ring), ring.keys_of_steps([k, v, kv_segments], outs, lses))):
         for block in calls:
             parts = ring.deliver(block, ring.attend(block, queries, keys, bias))
-            total = [so_far if part is None else ring.merge(so_far, part, step) for so_far, part in zip(total, parts)]
+            for half, part in enumerate(parts):
+                if part is not None:
+                    outs[half], lses[half] = part if outs[half] is None else ring.merge((outs[half], lses[half]), part, step)
             blocks.append(tuple(part and part[1] for part in parts))
-    outs, lses = zip(*(part or (None, None) for part in total))
     return outs, lses, blocks
 
 
@@ -174,15 +176,18 @@ def _blocks_again(ring: Ring) -> list[Pair]:
 
 def _backward(ring: Ring) -> list[Node]:
     blocks = ring.build.ring_blocks.get(ring.values["lse"]) or _blocks_again(ring)
-    of_blocks = iter(zip(blocks, ring.shares(blocks), strict=True))
+    of_blocks = iter(blocks)
+    tops, sums = ring.softmax_sums(blocks)
     q, q_segments, *keys, bias = ring.again([*ring.rows(*_DEALT), *ring.bias_rows()], ring.values["grad"])
     grad, out = ring.rows("grad", "out")
     rows = [grad, q, out, q_segments]
     grads = Gradients(ring)
-    for step, (calls, held) in enumerate(zip(_steps(ring), ring.keys_of_steps(keys))):
+    for step, (calls, held) in enumerate(zip(_steps(ring), ring.keys_of_steps(keys, grads.queries, grads.leaving, tops, sums))):
         if step:
-            grads.turn()
+            grads.turn()  # beside the keys of the next step: XLA makes one message of both
         for block in calls:
-            grads.add(block, ring.attend_backward(block, rows, held, [bias], *next(of_blocks)))
-    grads.turn()  # brings them home
+            lses = next(of_blocks)
+            grads.add(block, ring.attend_backward(block, rows, held, [bias], lses, ring.shares(lses, tops, sums)))
+        grads.add_up()
+    grads.turn(role=None)  # brings them home, which is waited for
     return grads.results()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graphacc.passes.partition.plan import Role
 from graphacc.passes.partition.rules import Call
 
 aten, ops = torch.ops.aten, torch.ops.graphacc
@@ -63,6 +64,7 @@ class Ring:
     call: Call
     values: dict[str, Any]
     outer: int = 1  # of the keys' split
+    earlier: Node | None = None  # bool, 0-d: the keys of this step come from an earlier rank; set where that counts
 
     @property
     def ranks(self) -> int:
@@ -137,24 +139,45 @@ class Ring:
             found.append(self.op(aten.view.default, part, shape) if is_flat else part)
         return found
 
-    def permute(self, parcel: Parcel, targets: Sequence[int]) -> Parcel:
+    def permute(self, parcel: Parcel, targets: Sequence[int], role: Role | None = None) -> Parcel:
         """What the rank has that sends to this one; rank i sends to ``targets[i]``."""
         if list(targets) == [*range(self.ranks)]:  # of two ranks, each has its first chunk
             return parcel
-        return parcel.map(lambda x: self.build.permute_ranks(x, list(targets)))
+        return parcel.map(lambda x: self.build.permute_ranks(x, list(targets), role))
 
-    def turn(self, parcel: Parcel) -> Parcel:
+    def turn(self, parcel: Parcel, role: Role | None = Role.KEYS) -> Parcel:
         """One step around the ring."""
-        return self.permute(parcel, [(rank + 1) % self.ranks for rank in range(self.ranks)])
+        return self.permute(parcel, [(rank + 1) % self.ranks for rank in range(self.ranks)], role)
 
-    def keys_of_steps(self, keys: Sequence[Halves]) -> Iterator[list[Halves]]:
-        """The keys, values and segments that this rank holds in each step."""
+    def keys_of_steps(self, keys: Sequence[Halves], *carried: list[Node | None]) -> Iterator[list[Halves]]:
+        """The keys, values and segments that this rank holds in each step.
+
+        They are read, and sent on, when the kernels of the step before have run, and what is carried from step to step is in memory. XLA's schedulers would bring
+        the keys of all steps first, with nothing computed beside them, and keep them; choose the queries of all steps in one fusion, and keep those; and add up what the
+        kernels give in one fusion behind the last.
+
+        Args:
+            carried: what the kernels' results are added to, or what every step reads; the lists are brought up to date between the steps.
+        """
+        parcel = self.turn(self.parcel([half for x in keys for half in self._travelling(x)]))
         yield list(keys)
-        parcel = self.parcel([half for x in keys for half in self._travelling(x)])
-        for _ in range(1, self.ranks):
-            parcel = self.turn(parcel)
+        for step in range(1, self.ranks):
+            earlier = self.op(aten.ge.Scalar, self.build.axis_index(), step) if self.causal else None
+            buffers, (self.earlier,), *now = self._together(list(parcel.buffers.values()), [earlier], *carried)
+            for held, tensors in zip(carried, now):
+                held[:] = tensors
+            parcel = Parcel(dict(zip(parcel.buffers, buffers)), parcel.shapes)
             tensors = iter(self.unpacked(parcel))
+            if step < self.ranks - 1:
+                parcel = self.turn(parcel)
             yield [dataclasses.replace(x, low=low, high=next(tensors) if self.causal else low) for x, low in zip(keys, tensors)]
+
+    def _together(self, *lists: Sequence[Node | None]) -> list[list[Node | None]]:
+        """The same tensors behind a barrier of all of them."""
+        given = [x for tensors in lists for x in tensors if x is not None]
+        called = self.op(ops.barrier.default, given)
+        found = iter([self.op(operator.getitem, called, i) for i in range(len(given))])
+        return [[None if x is None else next(found) for x in tensors] for tensors in lists]
 
     def _travelling(self, x: Halves) -> list[Node | None]:
         return [x.low, x.high] if self.causal else [x.low]
@@ -162,10 +185,6 @@ class Ring:
     def source(self, step: int) -> Node:
         """The rank whose keys this one holds in step j."""
         return self.op(aten.remainder.Scalar, self.op(aten.sub.Scalar, self.build.axis_index(), step), self.ranks)
-
-    def earlier(self, step: int) -> Node:
-        """bool, 0-d: the keys of step j come from an earlier rank."""
-        return self.op(aten.ge.Scalar, self.build.axis_index(), step)
 
     # Halves. The zigzag: chunk c of 2n lies with rank c // 2 outside, and with rank min(c, 2n - 1 - c) inside
 
@@ -179,10 +198,10 @@ class Ring:
     def whole(self, x: Halves) -> Node | None:
         return x.low if x.low is x.high else self.join(x.low, x.high, x.dim)
 
-    def pick(self, x: Halves, which: str, step: int) -> Node | None:
+    def pick(self, x: Halves, which: str) -> Node | None:
         """The low half, the high one, both, or the chosen one."""
         if which == "chosen":
-            return x.low if x.low is x.high else self.where(self.earlier(step), x.low, x.high)
+            return x.low if x.low is x.high else self.where(self.earlier, x.low, x.high)
         return {"low": x.low, "high": x.high}[which] if which != "whole" else self.whole(x)
 
     def rows(self, *names: str) -> list[Halves]:
@@ -216,7 +235,7 @@ class Ring:
                 found[i] = dataclasses.replace(found[i], low=low, high=high)
         return found
 
-    def collect(self, *pairs: Pair) -> list[Node]:
+    def collect(self, *pairs: Sequence[Node | None]) -> list[Node]:
         """From the zigzag to contiguous blocks, along dim 2: the inverse of dealing out, in two messages."""
         if not self.causal:
             return [low for low, _ in pairs]
@@ -240,12 +259,12 @@ class Ring:
 
     # Where a block lies
 
-    def chunk(self, rank: Node, which: str, step: int) -> Node:
+    def chunk(self, rank: Node, which: str) -> Node:
         """The number of a rank's low or high chunk of 2n."""
         if which == "low":
             return rank
         high = self.op(aten.add.Scalar, self.op(aten.neg.default, rank), 2 * self.ranks - 1)
-        return self.pick(Halves(rank, high, 0), which, step)
+        return self.pick(Halves(rank, high, 0), which)
 
     def start(self, block: Block, queries: Node, keys: Node) -> Node | None:
         """Where the block of these queries and keys lies in the global scores, for dropout."""
@@ -253,21 +272,21 @@ class Ring:
             return None
         numbers = [self.build.axis_index(), self.source(block.step)]
         if self.causal:
-            numbers = [self.chunk(rank, which, block.step) for rank, which in zip(numbers, (block.queries, block.keys))]
+            numbers = [self.chunk(rank, which) for rank, which in zip(numbers, (block.queries, block.keys))]
         place = self._index([self.op(aten.mul.Scalar, number, size(x, 2)) for number, x in zip(numbers, (queries, keys))])
         place = self.op(aten.constant_pad_nd.default, place, [2, 0], 0)
         return place if self.values["start"] is None else self.op(aten.add.Tensor, self.values["start"], place)
 
     def bias(self, block: Block, bias: Halves) -> Node | None:
         """What of a bias [B or 1, H or 1, T or 1, S or 1] belongs to the block."""
-        x = self.pick(bias, block.queries, block.step)
+        x = self.pick(bias, block.queries)
         if x is None or size(x, 3) == 1:
             return x
         source, count = self.source(block.step), self.ranks
         chunks = [source]
         if self.causal:
             wanted = ("low", "high") if block.keys == "whole" else (block.keys,)
-            chunks, count = [self.chunk(source, which, block.step) for which in wanted], 2 * self.ranks
+            chunks, count = [self.chunk(source, which) for which in wanted], 2 * self.ranks
         lead, length = list(x.meta["val"].shape[:3]), size(x, 3) // count
         parts = self.op(aten.view.default, self.contiguous(x), [*lead, self.outer, count, length // self.outer])
         found = self.op(aten.index_select.default, parts, 4, self._index(chunks))
@@ -308,20 +327,19 @@ class Ring:
     def _given(self, block: Block, names: Sequence[str], rows: list[Halves], keys: list[Halves], bias: list[Halves]) -> dict[str, Any]:
         given = dict(self.values)
         for which, of, tensors in ((block.queries, names, rows), (block.keys, ("k", "v", "kv_segments"), keys)):
-            given |= {name: self.pick(x, which, block.step) for name, x in zip(of, tensors, strict=True)}
+            given |= {name: self.pick(x, which) for name, x in zip(of, tensors, strict=True)}
         given |= {"bias": self.bias(block, *bias), "start": self.start(block, given["q"], given["k"])}
         return given | {"right": 0 if block.causal else -1}
 
     def _of_rows(self, block: Block, pair: Pair) -> Node:
         """One [B, H, T] for a block's queries out of those of the halves."""
         low, high = pair
-        return self.pick(Halves(low, high if self.causal else low, 2), block.queries, block.step)
+        return self.pick(Halves(low, high if self.causal else low, 2), block.queries)
 
     def deliver(self, block: Block, part: Part) -> tuple[Part | None, Part | None]:
         """A part for the low and one for the high queries; over no key for the half that was not chosen."""
         if block.queries == "chosen":
-            earlier = self.earlier(block.step)
-            return self._unless(self.op(aten.logical_not.default, earlier), part), self._unless(earlier, part)
+            return self._unless(self.op(aten.logical_not.default, self.earlier), part), self._unless(self.earlier, part)
         if block.queries == "whole" and self.causal:
             out, lse = (self.halves(x, 2) for x in part)
             return (out.low, lse.low), (out.high, lse.high)
@@ -333,10 +351,8 @@ class Ring:
 
     # Parts over disjoint keys; a log-sum-exp of -inf stands for no key
 
-    def merge(self, so_far: Part | None, new: Part, count: int) -> Part:
+    def merge(self, so_far: Part, new: Part, count: int) -> Part:
         """The part over the keys of both; where there is no key, outputs over `count` blocks and one are averaged."""
-        if so_far is None:
-            return new
         outs, lses = zip(so_far, new)
         top = self.op(aten.maximum.default, *lses)
         weights = self._weights(lses, top, (count, 1))
@@ -356,24 +372,26 @@ class Ring:
             for lse, count in zip(lses, counts)
         ]
 
-    def shares(self, blocks: Sequence[Pair]) -> list[Pair]:
-        """For every block the part of each row's softmax that lies in it; equal parts where there is no key."""
-        halves = []
+    def softmax_sums(self, blocks: Sequence[Pair]) -> tuple[list[Node | None], list[Node | None]]:
+        """Of the rows of the low and of the high queries over all blocks: the largest log-sum-exp, and the sum of the softmax's terms relative to it."""
+        tops: list[Node | None] = []
+        sums: list[Node | None] = []
         for lses in zip(*blocks):
-            given = [lse for lse in lses if lse is not None]
-            found = iter(self._shares(given) if given else ())
-            halves.append([None if lse is None else next(found) for lse in lses])
-        return list(zip(*halves))
+            given, top, total = [lse for lse in lses if lse is not None], None, None
+            for lse in given:
+                top = lse if top is None else self.op(aten.maximum.default, top, lse)
+            for weight in self._weights(given, top, [1] * len(given)) if given else ():
+                total = self.add(total, weight)
+            tops.append(top)
+            sums.append(total)
+        return tops, sums
 
-    def _shares(self, lses: Sequence[Node]) -> list[Node]:
-        top = lses[0]
-        for lse in lses[1:]:
-            top = self.op(aten.maximum.default, top, lse)
-        weights = self._weights(lses, top, [1] * len(lses))
-        total = None
-        for weight in weights:
-            total = self.add(total, weight)
-        return [self.op(aten.div.Tensor, weight, total) for weight in weights]
+    def shares(self, lses: Pair, tops: Sequence[Node | None], sums: Sequence[Node | None]) -> Pair:
+        """The part of each row's softmax that lies in a block; equal parts where there is no key. See `softmax_sums`."""
+        low, high = (
+            None if lse is None else self.op(aten.div.Tensor, *self._weights([lse], top, [1]), total) for lse, top, total in zip(lses, tops, sums)
+        )
+        return low, high
 
 
 class Gradients:
@@ -383,30 +401,38 @@ class Gradients:
         self.ring = ring
         self.queries: list[Node | None] = [None, None]  # of the low and the high half
         self.keys: list[list[Node | None]] = [[None, None], [None, None]]  # and of values, of this step,
-        self.travelled: Parcel | None = None  # and of the steps before
+        self.travelled: Parcel | None = None  # of the steps before, as it came,
+        self.leaving: list[Node | None] = []  # and of all so far, as it is to travel on: the buffers of a parcel like `_total`
+        self._total: Parcel | None = None
         self.bias: dict[tuple[int, int, int], Node] = {}  # (half of the queries, step, half of the keys) -> its part
 
-    def turn(self) -> None:
-        """One step around the ring."""
+    def add_up(self) -> None:
+        """What the kernels of a step have given is added to what came; it leaves with the next turn."""
         ring = self.ring
         here = ring.parcel([half for pair in self.keys for half in (pair if ring.causal else pair[:1])])
-        self.travelled = ring.turn(here if self.travelled is None else self.travelled.map(ring.add, here))
+        self._total = here if self.travelled is None else self.travelled.map(ring.add, here)
+        self.leaving[:] = self._total.buffers.values()
         self.keys = [[None, None], [None, None]]
+
+    def turn(self, role: Role | None = Role.KEYS) -> None:
+        """One step around the ring."""
+        assert self._total is not None
+        self.travelled = self.ring.turn(Parcel(dict(zip(self._total.buffers, self.leaving)), self._total.shapes), role)
 
     def add(self, block: Block, parts: list[Node]) -> None:
         grad_q, *of_keys = parts[:3]
-        self._add_to(self.queries, block.queries, block.step, grad_q)
+        self._add_to(self.queries, block.queries, grad_q)
         for pair, part in zip(self.keys, of_keys):
-            self._add_to(pair, block.keys, block.step, part)
+            self._add_to(pair, block.keys, part)
         if len(parts) == 4:
             self._add_bias(block, parts[3])
 
-    def _add_to(self, pair: list, which: str, step: int, part: Node) -> None:
-        for half, x in enumerate(self._delivered(which, step, part, 2)):
+    def _add_to(self, pair: list, which: str, part: Node) -> None:
+        for half, x in enumerate(self._delivered(which, part, 2)):
             if x is not None:
                 pair[half] = self.ring.add(pair[half], x)
 
-    def _delivered(self, which: str, step: int, part: Node, dim: int, is_alike: bool = False) -> Pair:
+    def _delivered(self, which: str, part: Node, dim: int, is_alike: bool = False) -> Pair:
         """`part` for the low and for the high half; zeros for the one that was not chosen. All in the first where there are no halves.
 
         Args:
@@ -416,17 +442,17 @@ class Gradients:
         if not ring.causal or is_alike:
             return part, None
         if which == "chosen":
-            zeros, earlier = ring.zeros(part), ring.earlier(step)
-            return ring.where(earlier, part, zeros), ring.where(earlier, zeros, part)
+            zeros = ring.zeros(part)
+            return ring.where(ring.earlier, part, zeros), ring.where(ring.earlier, zeros, part)
         if which == "whole":
             halves = ring.halves(part, dim)
             return halves.low, halves.high
         return (None, part) if which == "high" else (part, None)
 
     def _add_bias(self, block: Block, part: Node) -> None:
-        rows = self._delivered(block.queries, block.step, part, 2, self._is_alike(-2))
+        rows = self._delivered(block.queries, part, 2, self._is_alike(-2))
         for q_half, of_rows in enumerate(rows):
-            columns = (None, None) if of_rows is None else self._delivered(block.keys, block.step, of_rows, 3, self._is_alike(-1))
+            columns = (None, None) if of_rows is None else self._delivered(block.keys, of_rows, 3, self._is_alike(-1))
             for k_half, x in enumerate(columns):
                 if x is not None:
                     place = q_half, block.step, k_half

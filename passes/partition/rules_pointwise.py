@@ -69,6 +69,12 @@ def _after(call: Call) -> Plan:
     return Plan((kept.placement, None), kept.placement)
 
 
+@rule("graphacc.barrier.default")
+def _barrier(call: Call) -> Plan:
+    placements = tuple(operand.placement for operand in call.operands)
+    return Plan(placements, placements)
+
+
 @rule("aten.fill.Tensor")
 def _fill(call: Call) -> Dims:
     labels = range(len(call.shape("self")))

@@ -24,7 +24,7 @@ def exchanged_values(step: StepGraph, partitions: Iterable[Pass]) -> set[torch.f
         assert item.decide is not None, f"{item.name} is no partition"
         plan = item.decide(step)
         for move in plan.moves:
-            if move.phase is Phase.FORWARD and move.travels and move.role in (Role.ACTIVATION, Role.TOKENS):
+            if move.phase is Phase.FORWARD and move.travels and move.role in (Role.ACTIVATION, Role.TOKENS, Role.KEYS):
                 found |= _kept_for(move, plan, nodes)
     return found
 

@@ -89,7 +89,7 @@ def test_few_queries_take_as_long_as_a_tile(queries, padding):
 
 
 def test_every_operator_of_ours_is_counted_or_known_to_have_no_products():
-    without = """after axis_index bucket_rows ctc_backward ctc_forward dequantize_blocks dequantize_sum expert_offsets hlo_operation mark_sharding
+    without = """after axis_index barrier bucket_rows ctc_backward ctc_forward dequantize_blocks dequantize_sum expert_offsets hlo_operation mark_sharding
         permute_ranks quantize_blocks random_bits random_bits_at random_uniform random_uniform_at send_to_host shard sort_rows unbucket_rows unsort_rows wait_for""".split()
     # `chunked` has the operations of its body, for all chunks: tests/passes/test_loss_chunks.py
     names = {name.removeprefix("graphacc::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("graphacc::")}

@@ -81,6 +81,7 @@ def _pointwise():
         yield f"aten.{name}.default", lambda x, f=getattr(aten, name): [torch.where(x == x, x, f(x))], [X]
     yield _case("aten.full_like.default", [X], ..., 3.0)
     yield _case("graphacc.after.default", [X, (4, 8)], ..., ...)
+    yield "graphacc.barrier.default", lambda x, y: list(torch.ops.graphacc.barrier([x, y])), [X, (4, 8)]
     yield _case("graphacc.mark_sharding.default", [X], ..., "tp,,")
     frames = (8, 4, 8)  # [T, B, L]
     yield _case("graphacc.ctc_forward.default", [(4, 8), frames, bools((4, 8)), bools((8, 4))], ..., ..., ..., ...)

@@ -16,8 +16,11 @@ from zoo_steps import build, shared_case
 from graphacc.costs.hardware import Hardware
 from graphacc.costs.work import kernels
 from graphacc.errors import StrategyError
+from graphacc.graph import Phase
+from graphacc.passes.partition.plan import Role
 from graphacc.search import Plan, Request, Search
-from graphacc.search.estimate import WAITING
+from graphacc.search.cost import cost_of
+from graphacc.search.estimate import SLOWED, WAITING, Timed, timed
 from graphacc.search.model import search_of
 from graphacc.search.space import REMATS, Refusals, candidates
 from graphacc.strategy import Strategy
@@ -488,6 +491,29 @@ def test_a_gpu_hides_communication():
     slow = dataclasses.replace(gpus.hardware, levels=(dataclasses.replace(gpus.hardware.levels[0], bandwidth=1e6),))
     exposed = Search(case.joint, case.update, slow).estimate(Strategy(fsdp=8))
     assert exposed.exposed_seconds["fsdp"] > 100 * hidden.exposed_seconds.get("fsdp", 0.0) and exposed.hidden_seconds <= exposed.compute_seconds
+
+
+def test_keys_that_go_around_a_ring_hide_behind_attention():
+    """But behind nothing else; on virtual devices, which share cores, they do not. A pipeline's stages have their shares of both."""
+    case, _, _ = shared_case("gpt2")
+    gpus, strategy = Search(case.joint, case.update, Hardware.parse("8xH100")), Strategy(cp=4, dp=2, context="ring")
+    cost = cost_of(gpus.program_of(strategy), gpus.hardware)
+    keys = [item for item in cost.moved if item.role is Role.KEYS]
+    assert {item.phase: item.number for item in keys} == {Phase.FORWARD: 2 * 3, Phase.BACKWARD: 2 * (3 + 3)}  # two layers; the last gradients' way home is waited for
+    attention = {item.phase: sum(k.count * s for k, s in zip(cost.kernels, cost.kernel_seconds) if (k.phase, k.path.rpartition(".")[2]) == (item.phase, "attn")) for item in keys}
+    assert {item.phase: item.beside_seconds for item in keys} == pytest.approx(attention) and min(attention.values()) > 0
+
+    def exposed(bandwidth: float, hardware: Hardware = gpus.hardware) -> Timed:
+        level = dataclasses.replace(hardware.levels[0], bandwidth=bandwidth, latency_seconds=0.0)
+        return timed(cost.seconds, keys, strategy, dataclasses.replace(hardware, levels=(level,)), are_all=False)
+
+    fast, slow = exposed(1e15), exposed(1e6)
+    assert fast.exposed_by_axis() == {"cp": 0.0} and 0 < fast.hidden < sum(attention.values())
+    assert slow.hidden == pytest.approx(sum(attention.values())) and slow.exposed_by_axis()["cp"] > slow.hidden
+    assert sum(slow.compute.values()) == pytest.approx(cost.seconds[Phase.FORWARD] + cost.seconds[Phase.BACKWARD] + (SLOWED - 1) * slow.hidden)
+    assert exposed(1e6, CPU).hidden == 0.0 < exposed(1e6, CPU).exposed_by_axis()["cp"]
+    pipeline = Search(case.joint, case.update, Hardware.parse("8xH100"), microbatches=2)
+    assert pipeline.plan_of(Strategy(pp=2, cp=4, context="ring", microbatches=2)).estimate.hidden_seconds > 0
 
 
 def test_hosts_wait_for_the_slowest():

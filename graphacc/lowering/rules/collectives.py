@@ -221,6 +221,12 @@ def _wait_for(ctx, x, dependency):
     return lax.platform_dependent(x, dependency, cpu=lambda x, dependency: x, default=_with_one_element_behind)
 
 
+@register("graphacc.barrier.default")
+def _barrier(ctx, tensors):
+    """On CUDA and TPU an optimization barrier, all of whose results are read: XLA neither drops one nor computes it again behind the barrier."""
+    return lax.platform_dependent(*tensors, cpu=lambda *tensors: tensors, default=lambda *tensors: lax.optimization_barrier(tensors))
+
+
 def _with_one_element_behind(x, dependency):
     x, dependency = lax.optimization_barrier((x, dependency))
     start, size = (0,) * x.ndim, (1,) * x.ndim
