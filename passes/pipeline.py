@@ -1,6 +1,7 @@
 """The whole pipeline as one list."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -22,6 +23,7 @@ from graphacc.passes.communication import (
     quantized_scatter_pass,
     secondary_partition_pass,
 )
+from graphacc.passes.communication.buckets import MAX_BYTES
 from graphacc.passes.experts import ATTACH_EXPERTS, ORDER_ROWS, expert_parallel_pass, find_experts
 from graphacc.passes.join_products import JOIN_PRODUCTS
 from graphacc.passes.loss_chunks import chunk_pass, mark_heads_pass, needs_chunks
@@ -90,7 +92,8 @@ def build_pipeline(
     stage = strategy.zero_stage if strategy.offload is None or not strategy.zero_stage else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
     spread = () if strategy.ep == 1 else find_experts(step) if experts is None else experts
     if strategy.zero_stage == 3:
-        passes.append(regather_pass(spread if strategy.zero_ranks_of_experts == 1 else ()))
+        head_bytes = MAX_BYTES * strategy.tp if strategy.pp == 1 else math.inf  # between a pipeline's programs nothing stays gathered
+        passes.append(regather_pass(spread if strategy.zero_ranks_of_experts == 1 else (), head_bytes))
     if strategy.tp > 1:
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits
         passes += [REGROUP_SUMS, tensor_parallel_pass(strategy, splits, batch_dims)]

@@ -13,7 +13,9 @@ from graphacc.costs.seconds import collective_terms, work_seconds
 from graphacc.costs.work import Work, kernels
 from graphacc.graph import Kind, Phase, StepGraph
 from graphacc.ops.facts import LAYOUT_KINDS, OpKind, of_kind
+from graphacc.passes.communication.buckets import MAX_BYTES
 from graphacc.passes.partition.plan import Role
+from graphacc.passes.partition.regather import head_of
 from graphacc.passes.stages.values import free_values, readers
 
 _LOOKED_THROUGH = of_kind(*LAYOUT_KINDS, OpKind.CAST, OpKind.ORDER)
@@ -65,6 +67,7 @@ class Weight:
     travels_bytes: int  # as it is computed with: of a parameter that is cast to bf16 half of fp32's
     trained: bool
     gathers: int  # phases (forward, backward) that read it
+    is_head: bool  # where these are one program, backward reads what forward has gathered (see `passes.partition.regather`)
     count: int  # parameters that it stands for
     shape: tuple[int, ...]
     gradient_is_strided: bool  # a view of what backward computes, such as its transpose
@@ -200,9 +203,10 @@ def _moved(step: StepGraph, count: Callable[[torch.fx.Node], int]) -> tuple[Move
 
 
 def _weights(step: StepGraph, count: Callable[[torch.fx.Node], int], experts: Collection[str]) -> tuple[Weight, ...]:
+    head = head_of(step, MAX_BYTES)
     strided = {item.target for node, item in zip(step.results, step.outputs) if item.kind is Kind.GRAD and _is_strided(node)}
     return tuple(
-        _weight(node, item.target, item.trainable, count(node), item.target in strided, item.target in experts)
+        _weight(node, item.target, item.trainable, count(node), item.target in strided, item.target in experts, item.target == head)
         for node, item in zip(step.placeholders, step.inputs)
         if item.kind is Kind.PARAM
     )
@@ -215,7 +219,7 @@ def _is_strided(gradient: torch.fx.Node) -> bool:
     return not gradient.meta["val"].is_contiguous()
 
 
-def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_is_strided: bool, is_of_experts: bool) -> Weight:
+def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_is_strided: bool, is_of_experts: bool, is_head: bool) -> Weight:
     """Phases and dtype in which a parameter is read, behind casts and views."""
     phases: set[Phase] = set()
     travels, left = [], [node]
@@ -237,6 +241,7 @@ def _weight(node: torch.fx.Node, name: str, trained: bool, count: int, gradient_
         travels_bytes=kept.numel() * min(width, kept.dtype.itemsize),
         trained=trained,
         gathers=len(phases),
+        is_head=is_head,
         count=count,
         shape=tuple(kept.shape),
         gradient_is_strided=gradient_is_strided,

@@ -284,7 +284,7 @@ class Profile:
 
     def _messages_of(self, strategy: Strategy, late: tuple[str, ...]) -> "_Messages":
         """What a strategy moves in a microbatch, and in the update, which sums gradients over the `late` axes; made once for all that share the state alike."""
-        alike = late, strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.ep, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow
+        alike = late, strategy.zero_stage, strategy.fsdp, strategy.cp, strategy.ep, strategy.dp > 1, strategy.hpz, strategy.bucket_mb, strategy.prefetch, strategy.reduces_narrow, strategy.pp > 1
         if alike not in self._known_messages:
             self._known_messages[alike] = self._made_messages(strategy, late)
         return self._known_messages[alike]
@@ -296,7 +296,7 @@ class Profile:
     def _made_messages(self, strategy: Strategy, late: tuple[str, ...]) -> "_Messages":
         weights = self.cost.weights
         trained = [weight for weight in weights if weight.trained]
-        again = [weight for weight in weights if weight.gathers > 1]
+        again = [weight for weight in weights if _is_gathered_again(weight, strategy)]
         steps = _zero_steps(strategy)
         split = [weight for weight in weights if any(_splits(axis, weight) for axis in steps)]
         gathered = sum(weight.count * weight.travels_bytes for weight in (split if steps else weights))
@@ -308,7 +308,7 @@ class Profile:
         moved, secondary = [item for item in self.cost.moved if item.axis not in GRADIENT_AXES], 0
         for axis in steps if strategy.zero_stage == 3 else ():
             if axis == FSDP and (group := strategy.hpz) > 1:  # two steps, of which backward repeats the one within a node
-                once = [weight for weight in weights if weight.gathers <= 1]
+                once = [weight for weight in weights if not _is_gathered_again(weight, strategy)]
                 parts = [(size // group // ranks, count, 1) for size, count, ranks in travelling(again, axis)]
                 secondary = sum(size * count for size, count, _ in parts)
                 moved += [_gathers(Phase.FORWARD, travelling(once, axis), bucket, axis), _gathers(Phase.FORWARD, parts, bucket, f"{axis}%{group}")]
@@ -376,6 +376,11 @@ def _zero_steps(strategy: Strategy) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _larger_than_one(*sizes: int) -> tuple[str, ...]:
     return tuple(axis for axis, size in zip(ZERO_AXES, sizes, strict=True) if size > 1)
+
+
+def _is_gathered_again(weight: Weight, strategy: Strategy) -> bool:
+    """Whether ZeRO-3 gathers a weight in the backward, too."""
+    return weight.gathers > 1 and not (weight.is_head and strategy.pp == 1)
 
 
 def _splits(axis: str, weight: Weight) -> bool:
@@ -479,7 +484,7 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy, bucket: int)
         axes = [axis for axis in steps if _splits(axis, weight)]
         travels = weight.count * weight.travels_bytes
         gradient = travels if strategy.reduces_narrow else weight.count * weight.size_bytes
-        if strategy.hpz > 1 and weight.gathers > 1:  # the parts of a node come into the order of the ranks
+        if strategy.hpz > 1 and _is_gathered_again(weight, strategy):  # the parts of a node come into the order of the ranks
             parts = _parts(weight, FSDP, strategy)
             found[Phase.FORWARD] += 2 * travels // parts
             found[Phase.BACKWARD] += 2 * travels // parts
@@ -490,7 +495,7 @@ def _reordered_bytes(weights: Sequence[Weight], strategy: Strategy, bucket: int)
         if strategy.zero_stage == 3:
             copied = (split.dim > 0) + sum(2 / parts for parts in between if weight.travels_bytes <= bucket // 2)
             found[Phase.FORWARD] += round(2 * copied * travels)
-            found[Phase.BACKWARD] += round(2 * copied * travels * (weight.gathers > 1))
+            found[Phase.BACKWARD] += round(2 * copied * travels * _is_gathered_again(weight, strategy))
         if weight.trained:
             copied = (split.dim > 0) + sum(1 / parts for parts in between if gradient <= weight.count * parts * (bucket // 2))
             strided = (travels + gradient) * weight.gradient_is_strided if split.dim else 0

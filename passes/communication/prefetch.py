@@ -112,10 +112,10 @@ def _tie(step: StepGraph, gathers: list[torch.fx.Node], distance: int) -> int:
 def _delay_gradients(step: StepGraph, gather: torch.fx.Node) -> int:
     """Make the gradient of a weight larger than a bucket wait for what reads the gathered weight in the backward; returns how many products do."""
     whole = last_gather(gather)
-    if gather.meta["phase"] is not Phase.BACKWARD or whole.meta["move"].size_bytes <= MAX_BYTES:
+    if whole.meta["move"].size_bytes <= MAX_BYTES:
         return 0
     weight, count = whole.meta["val"], 0
-    for reader in (node for node in readers(gather) if node.target in _PRODUCTS):
+    for reader in (node for node in readers(gather) if node.target in _PRODUCTS and node.meta["phase"] is Phase.BACKWARD):
         found = {product for factor in _factors(reader) for product in readers(_source(factor)) if product.target in _PRODUCTS and product is not reader}
         for product in sorted(found):
             factor = min(_factors(product), key=lambda node: node.meta["val"].numel())

@@ -214,3 +214,16 @@ def test_a_ring_keeps_what_is_predicted():
         local = spread(captured(llama(layers=2, width=WIDTH, length=RANKS * 1024, vocabulary=512, factor=1), RANKS * 1024, chosen.precision), str(chosen))
     memory = Program.build(local, h100.like(make_mesh(chosen, select_devices(RANKS))), cache_dir=None, memory_plan="xla", compiler_options=h100.FAST).memory
     assert predict_memory(local).temporary_bytes == pytest.approx(memory.temp_bytes + memory.output_bytes - memory.alias_bytes, rel=0.05)
+
+
+def test_a_head_is_not_waited_for():
+    """It stays gathered from forward to backward: gathered again it would have to be there before anything of the backward runs."""
+    chosen = Strategy.parse("fsdp=8,precision=bf16")
+    with torch.device("meta"):
+        local = spread(captured(llama(layers=2, width=WIDTH, length=1024, vocabulary=32_768), 1024, chosen.precision), str(chosen))
+    mesh = h100.like(make_mesh(chosen, select_devices(8)))
+    program = Program.build(local, mesh, cache_dir=None, memory_plan="xla", compiler_options=h100.FAST)
+    head = 2 * 32_768 * WIDTH
+    gathers = [item for item in read_collectives(program.hlo_text(), mesh) if item.kind == "all-gather"]
+    assert [item.size_bytes for item in gathers if item.size_bytes >= head] == [head, head]  # the table first, whose gather nothing can run beside
+    assert sum(item.exposed_bytes for item in gathers) <= 1.1 * head
