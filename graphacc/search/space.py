@@ -95,7 +95,7 @@ class Limits:
 
     batch_size: int | None = None  # rows that the data axes and microbatches split; None: no batch
     num_experts: int = 0  # that `ep` can split
-    host_devices: int | None = None  # tp * cp at most, unless one of them is pinned, and what gathers of hpZ stay within; None: all are alike
+    host_devices: int | None = None  # tp * cp at most, unless one of them is pinned or a ring goes around hosts, and what gathers of hpZ stay within; None: all are alike
     needed: frozenset[str] = frozenset()  # axes that annotations name
 
 
@@ -175,12 +175,23 @@ def _refusal(mesh: Mapping[str, int], request: Request, limits: Limits) -> str |
     if mesh[EP] > 1 and EP not in request.pins and (not limits.num_experts or limits.num_experts % mesh[EP]):
         return f"ep does not divide {limits.num_experts} experts" if limits.num_experts else "no experts for ep to split"
     pinned = set(MODEL_AXES) & set(request.pins)
-    if limits.host_devices is not None and not pinned and mesh[TP] * mesh[CP] > limits.host_devices:
+    if not pinned and _leaves_host(mesh, limits) and not _may_ring(mesh, request, limits):
         return f"tp * cp is larger than the {limits.host_devices} devices of a host"
     missing = [axis for axis in sorted(limits.needed) if axis in mesh and mesh[axis] == 1 and axis not in request.pins]
     if missing:
         return f"annotations split tensors along {missing[0]}"
     return None
+
+
+def _leaves_host(mesh: Mapping[str, int], limits: Limits) -> bool:
+    """Whether ranks of `tp` and `cp` that belong together are on several hosts."""
+    return limits.host_devices is not None and mesh[TP] * mesh[CP] > limits.host_devices
+
+
+def _may_ring(mesh: Mapping[str, int], request: Request, limits: Limits) -> bool:
+    """Whether `cp` may join several hosts: there are fewer rows than devices, and keys that go around a ring travel beside attention, and from each host to one other."""
+    has_few_rows = limits.batch_size is not None and limits.batch_size < request.devices
+    return has_few_rows and mesh[TP] <= (limits.host_devices or 1) and request.pins.get("context", "ring") == "ring"
 
 
 def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limits: Limits) -> Iterator[dict[str, Any]]:
@@ -194,7 +205,7 @@ def _choices(mesh: Mapping[str, int], microbatches: int, request: Request, limit
     free = {
         "zero": _stages(mesh, microbatches),
         "sequence_parallel": (False, True) if mesh[TP] > 1 else (False,),
-        "context": CONTEXTS if mesh[CP] > 1 else CONTEXTS[:1],
+        "context": CONTEXTS[:1] if mesh[CP] == 1 else ("ring",) if _leaves_host(mesh, limits) and not set(MODEL_AXES) & set(request.pins) else CONTEXTS,
     }
     names = [name for name in free if name not in request.pins]
     for (schedule, chunks), *values in itertools.product(schedules, *(free[name] for name in names)):

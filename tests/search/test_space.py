@@ -34,7 +34,12 @@ def test_limits():
     chosen, refusals = found("auto", 16, batch_size=4, num_experts=6, host_devices=8)
     assert max(strategy.data_ranks for strategy in chosen) == 4 and refusals.counts["the data axes do not divide the batch of 4 rows"]
     assert {strategy.ep for strategy in chosen} == {1, 2} and refusals.counts["ep does not divide 6 experts"]
-    assert max(strategy.tp * strategy.cp for strategy in chosen) == 8 and refusals.counts["tp * cp is larger than the 8 devices of a host"]
+    assert refusals.counts["tp * cp is larger than the 8 devices of a host"] == 1  # tp=16
+    across = [strategy for strategy in chosen if strategy.tp * strategy.cp > 8]
+    assert {(strategy.tp, strategy.cp) for strategy in across} == {(1, 16), (2, 8), (4, 4), (8, 2)} and {strategy.context for strategy in across} == {"ring"}
+    for text, rows in (("auto", 16), ("auto,context=ulysses", 4)):
+        within, refusals = found(text, 16, batch_size=rows, host_devices=8)
+        assert max(strategy.tp * strategy.cp for strategy in within) == 8 and refusals.counts["tp * cp is larger than the 8 devices of a host"] == 5
     assert all(strategy.tp > 1 for strategy in found("auto", 8, needed=frozenset({"tp"}))[0])
     assert all(strategy.num_devices == 6 and math.prod(strategy.mesh.values()) == 6 for strategy in found("auto", 6)[0])
 
