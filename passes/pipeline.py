@@ -92,7 +92,8 @@ def build_pipeline(
     stage = strategy.zero_stage if strategy.offload is None or not strategy.zero_stage else max(strategy.zero_stage, 2)  # gradients leave for the host as it updates them, sharded
     spread = () if strategy.ep == 1 else find_experts(step) if experts is None else experts
     if strategy.zero_stage == 3:
-        head_bytes = MAX_BYTES * strategy.tp if strategy.pp == 1 else math.inf  # between a pipeline's programs nothing stays gathered
+        alone = max(MAX_BYTES, (strategy.bucket_mb or 0) * 1e6)  # what shares no bucket with other weights, which would stay with it
+        head_bytes = alone * strategy.tp if strategy.pp == 1 else math.inf  # between a pipeline's programs nothing stays gathered
         passes.append(regather_pass(spread if strategy.zero_ranks_of_experts == 1 else (), head_bytes))
     if strategy.tp > 1:
         splits = find_tensor_parallel(step, strategy.tp, {}).splits if splits is None else splits

@@ -380,7 +380,8 @@ def _larger_than_one(*sizes: int) -> tuple[str, ...]:
 
 def _is_gathered_again(weight: Weight, strategy: Strategy) -> bool:
     """Whether ZeRO-3 gathers a weight in the backward, too."""
-    return weight.gathers > 1 and not (weight.is_head and strategy.pp == 1)
+    stays = weight.is_head and strategy.pp == 1 and weight.travels_bytes >= (strategy.bucket_mb or 0) * 1e6
+    return weight.gathers > 1 and not stays
 
 
 def _splits(axis: str, weight: Weight) -> bool:

@@ -88,6 +88,19 @@ def test_a_head_is_gathered_once(small_heads, kind, strategy):
         assert Phase.BACKWARD in found["mlp"]
 
 
+def test_a_head_that_shares_a_bucket_is_gathered_again(small_heads):
+    """What is gathered with it would stay, too."""
+    program = spread(step("tied"), f"fsdp=4,bucket_mb={2 * BYTES / 1e6}")
+    assert {node.meta["phase"] for node in program.graph.nodes if "move" in node.meta and node.meta["move"].role is Role.WEIGHT and node.meta["move"].size_bytes >= BYTES} == {Phase.FORWARD, Phase.BACKWARD}
+    search = Search(step("tied"), None, Hardware.parse("8xH100"))
+    sizes = {}
+    for megabytes in (0.01, 2 * BYTES / 1e6):
+        strategy = Strategy(fsdp=8, bucket_mb=megabytes)
+        moved = search.profile_of(strategy).composed(strategy, search.hardware).moved
+        sizes[megabytes] = sum(item.size_bytes for item in moved if item.kind == "all_gather" and item.phase is Phase.BACKWARD)
+    assert sizes[2 * BYTES / 1e6] - sizes[0.01] == BYTES
+
+
 def test_a_pipeline_gathers_its_head_again(small_heads):
     """Between its programs nothing stays gathered."""
     alone, staged = (gathers(spread(step("tied"), f"fsdp=2,pp={pp},microbatches={pp},zero=3,bucket_mb=0.01"))["head"] for pp in (1, 2))
